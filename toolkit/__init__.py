@@ -1,0 +1,113 @@
+"""Prefill Lab: what prefill CUDA graphs cost, whether they fit, who decides, and what they buy.
+
+    import toolkit
+    record = toolkit.capture(model="smollm2-135m", max_tokens=512)
+    records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+
+Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from toolkit.ladder import generate_prefill_buckets
+    from toolkit.runs.record import RunRecord
+    from toolkit.runs.store import RunStore
+    from toolkit.runs.worker import CaptureJob
+    from toolkit.settings import CaptureSettings
+
+__version__ = "0.1.0"
+__all__ = [
+    "CaptureJob",
+    "CaptureSettings",
+    "RunRecord",
+    "RunStore",
+    "__version__",
+    "capture",
+    "compare",
+    "generate_prefill_buckets",
+]
+
+_HOMES = {
+    "CaptureJob": "toolkit.runs.worker",
+    "CaptureSettings": "toolkit.settings",
+    "RunRecord": "toolkit.runs.record",
+    "RunStore": "toolkit.runs.store",
+    "generate_prefill_buckets": "toolkit.ladder",
+}
+
+
+def capture(
+    *,
+    save: bool = True,
+    runs_dir: Path | str | None = None,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    **settings: Any,
+) -> RunRecord:
+    """Capture once, in a child process, and return the record, whatever the outcome; see its `reason`.
+
+    `settings` are those of CaptureSettings (model, policy, max_tokens, free_memory_gib in GiB, ...). The
+    record is saved in `runs_dir`, else PREFILL_LAB_RUNS, else ./runs, unless `save` is False.
+
+    Raises InvalidInput for settings that cannot be used (nothing is saved then) and StorageError when the
+    record cannot be written.
+    """
+    from toolkit.settings import CaptureSettings
+
+    return _capture_each([CaptureSettings.create(**settings)], save, runs_dir, on_event)[0]
+
+
+def compare(
+    policies: Sequence[str] | None = None,
+    *,
+    save: bool = True,
+    runs_dir: Path | str | None = None,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    **settings: Any,
+) -> list[RunRecord]:
+    """Capture once per policy (default: every one there is), all else equal, one after the other.
+
+    Interrupting it ends the comparison: the last record is the `cancelled` one. Parameters and errors are
+    those of `capture`; a policy named twice is refused with InvalidInput.
+    """
+    from toolkit.runs.worker import per_policy
+    from toolkit.settings import CaptureSettings
+
+    each = per_policy(CaptureSettings.create(**settings), policies)
+    return _capture_each(each, save, runs_dir, on_event)
+
+
+def _capture_each(
+    each: Sequence[CaptureSettings],
+    save: bool,
+    runs_dir: Path | str | None,
+    on_event: Callable[[dict[str, Any]], None] | None,
+) -> list[RunRecord]:
+    from toolkit.runs.store import RunStore
+    from toolkit.runs.worker import run_each
+
+    store = RunStore(runs_dir) if save else None
+    if store is not None:
+        store.check()  # Before the captures: an unwritable folder should not cost their minutes.
+    records = []
+    for record in run_each(each, on_event):
+        if store is not None:
+            store.save(record)
+        records.append(record)
+    return records
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

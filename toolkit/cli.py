@@ -1,0 +1,92 @@
+"""The command `prefill-lab`: parsing and printing, no logic that a script could need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from toolkit import __version__, cli_capture, cli_extras, cli_runs
+from toolkit.cli_output import complain, end_quietly, say_help
+from toolkit.errors import PrefillLabError
+
+_INTERRUPTED = 130  # What typer makes of Ctrl-C.
+
+app = typer.Typer(
+    name="prefill-lab",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="What prefill CUDA graphs cost in memory and time, whether they fit, who decides, what they buy.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"prefill-lab {__version__}")
+        raise typer.Exit()
+    say_help(context)
+
+
+app.command()(cli_capture.capture)
+app.command()(cli_capture.compare)
+app.add_typer(cli_runs.app, name="runs")
+app.command()(cli_extras.demo)
+app.command()(cli_extras.selfcheck)
+app.command()(cli_extras.lab)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 the capture did not succeed, 2 bad input.
+
+    Whatever a person can get wrong ends with one line on standard error; a traceback is always a bug.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # A model name must not break an ASCII terminal.
+    try:
+        return _run(arguments)
+    finally:
+        end_quietly()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(args=arguments, prog_name="prefill-lab", standalone_mode=False)
+    except PrefillLabError as error:
+        complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except Exception as error:
+        # typer carries its own copy of click or uses the installed one, by version: told by what it can do.
+        if not hasattr(error, "format_message"):
+            raise
+        complain(_usage(error))
+        return 2
+    if code == _INTERRUPTED:
+        complain("interrupted; nothing was recorded")
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any) -> str:
+    """A parsing error in one line: what was wrong, and where to read what is allowed."""
+    message, context = str(error.format_message()).rstrip("."), getattr(error, "ctx", None)
+    if context is None:
+        return message
+    commands = getattr(context.command, "commands", None)
+    if commands and message.startswith("No such command"):
+        message += f"; commands are {', '.join(commands)}"
+    return f"{message}; see {context.command_path} --help"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What this machine has: its GPUs as NVML reports them, and its main memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """One GPU as NVML sees it. `total_mib` is what nvidia-smi prints and what servers pick their tier from."""
+
+    index: int
+    uuid: str
+    name: str
+    total_mib: float
+
+
+def list_gpus() -> list[GpuInfo]:
+    """Every GPU NVML reports on this machine; empty where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_describe(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def other_gpu_processes(uuid: str, own_pid: int) -> int | None:
+    """How many processes other than `own_pid` hold memory on the GPU; None when NVML does not tell.
+
+    Inside a container NVML may hide processes or number them differently, so a 0 is no proof.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return sum(process.pid != own_pid for process in running)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def available_ram_bytes() -> int:
+    """Bytes of main memory that can still be used without swapping (psutil's `available`)."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _describe(pynvml: object, index: int) -> GpuInfo:
+    from typing import Any, cast
+
+    nvml = cast(Any, pynvml)
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    total = nvml.nvmlDeviceGetMemoryInfo(handle).total / (1 << 20)
+    return GpuInfo(index, str(nvml.nvmlDeviceGetUUID(handle)), str(nvml.nvmlDeviceGetName(handle)), total)

@@ -1,0 +1,147 @@
+"""`tc_piecewise`: torch.compile with attention as a custom operator, split there into pieces.
+
+SGLang's earlier backend, refused there for prefill from 0.5.22; kept here to be compared, and labelled legacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.passes.split_module import split_module
+
+from toolkit.prefill.attention import AttentionSpec, active_context, forward_context
+from toolkit.prefill.backends.base import BreakableBackend, SegmentRecorder
+from toolkit.prefill.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from toolkit.prefill.model_runner import ModelRunner
+
+_ATTENTION = (torch.ops.prefill_lab.attention, torch.ops.prefill_lab.attention.default)
+Piece = Callable[..., Any]
+
+
+class TcPiecewiseBackend(BreakableBackend):
+    """The body compiled once for all buckets; graph pieces become segments, attention runs between them."""
+
+    name = "tc_piecewise"
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.pieces: list[str] = []
+        self.recorder: SegmentRecorder | None = None
+        self._compiled = torch.compile(_body_function(runner), backend=self._split, fullgraph=True)
+
+    def _split(self, graph: GraphModule, _: list[Any]) -> Piece:
+        """Called by torch.compile with the whole body: cut it at every attention call."""
+        part, parts = 0, {}
+        for node in graph.graph.nodes:
+            if _is_attention(node):
+                parts[node] = part + 1
+                part += 2
+            else:
+                parts[node] = part
+        split = split_module(graph, None, lambda node: parts[node], keep_original_order=True)
+        pieces = {name: piece for name, piece in split.named_children() if isinstance(piece, GraphModule)}
+        self.pieces = list(pieces)
+        attention = {name: node for name, piece in pieces.items() if (node := _attention_node(piece))}
+        compiled = _COMPILERS[self.runner.compiler](
+            self, {name: piece for name, piece in pieces.items() if name not in attention}
+        )
+        return _PieceInterpreter(self, split, attention, compiled).run_pieces
+
+    def run_body(self, num_tokens: int) -> None:
+        """Run the pieces. torch.compile refuses a dispatch mode, so recording opens inside, around the pieces."""
+        buffers = self.runner.buffers
+        inputs = [x[:num_tokens] for x in (buffers.input_ids, buffers.position_ids, buffers.hidden)]
+        for tensor in inputs if num_tokens > 1 else ():
+            # One compilation for the whole ladder. Not `dynamic=True`: that turns the model's Python floats
+            # into host reads. A single token is always a compilation of its own.
+            torch._dynamo.mark_dynamic(tensor, 0)
+        self._compiled(*inputs)
+
+    def run_padded(self, batch: PackedBatch, num_tokens: int) -> None:
+        """Same pieces, same shapes, no graph."""
+        with torch.no_grad(), forward_context(self.context(batch, num_tokens)):
+            self.run_body(num_tokens)
+
+    def record(self, recorder: SegmentRecorder, num_tokens: int) -> None:
+        """Segments open and close inside the compiled call, because torch.compile restores dispatch modes."""
+        self.recorder = recorder
+        try:
+            self.run_body(num_tokens)
+        finally:
+            self.recorder = None
+
+
+class _PieceInterpreter(Interpreter):
+    """Runs the split body: graph pieces as they are, attention pieces as breaks."""
+
+    def __init__(
+        self, backend: TcPiecewiseBackend, split: GraphModule, attention: dict[str, Node], compiled: dict[str, Piece]
+    ) -> None:
+        super().__init__(split)
+        self._backend = backend
+        self._attention = attention
+        self._compiled = compiled
+
+    def run_pieces(self, *args: Any) -> Any:
+        """What the compiled body calls; its first and last segment open and close here when recording."""
+        recorder = self._backend.recorder
+        if recorder is not None:
+            recorder.begin()
+            result = self.run(*args)
+            recorder.end()
+            return result
+        with self._backend.runner.device.accounted():
+            return self.run(*args)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One piece."""
+        node = self._attention.get(target)
+        if node is None:
+            return self._compiled[target](*args)
+        placeholders = [item for item in node.graph.nodes if item.op == "placeholder"]
+        given = dict(zip(placeholders, args, strict=True))
+        query, key, value, *rest = [given.get(item, item) if isinstance(item, Node) else item for item in node.args]
+        hook = active_context().hook
+        assert hook is not None
+        return hook.attend(query, key, value, AttentionSpec(*rest))
+
+
+def _body_function(runner: ModelRunner) -> Piece:
+    body = runner.body
+
+    def prefill_body(input_ids: torch.Tensor, position_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        output = body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
+        hidden.copy_(output.last_hidden_state[0])
+
+    return prefill_body
+
+
+def _is_attention(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _ATTENTION
+
+
+def _attention_node(piece: GraphModule) -> Node | None:
+    return next((node for node in piece.graph.nodes if _is_attention(node)), None)
+
+
+def _compile_eager(_: TcPiecewiseBackend, pieces: dict[str, GraphModule]) -> dict[str, Piece]:
+    """Pieces as torch.compile traced them, every call visible."""
+    return dict(pieces)
+
+
+def _compile_inductor(backend: TcPiecewiseBackend, pieces: dict[str, GraphModule]) -> dict[str, Piece]:
+    """Pieces compiled by inductor: nobody sees inside, so the device calls them as one."""
+
+    def piece_caller(piece: GraphModule) -> Piece:
+        compiled = torch.compile(piece, backend="inductor", dynamic=True, fullgraph=True)
+        return lambda *args: backend.runner.device.call_compiled(compiled, args)
+
+    return {name: piece_caller(piece) for name, piece in pieces.items()}
+
+
+_COMPILERS = {"eager": _compile_eager, "inductor": _compile_inductor}

@@ -1,0 +1,171 @@
+"""From settings to a ModelRunner: weights, KV pool, static buffers, in the order a server allocates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.catalogue import load_config, resolve_model
+from toolkit.errors import InvalidInput
+from toolkit.memory.ledger import GIB, MIB, Sizes, kv_pool_bytes, resolve_sizes
+from toolkit.prefill.attention import register_attention
+from toolkit.prefill.batch import StaticBuffers
+from toolkit.prefill.kv_pool import KVPool, LayerGeometry, bytes_per_token
+from toolkit.prefill.model_runner import ModelRunner, model_geometry
+from toolkit.settings import Backend, CaptureSettings
+from toolkit.weights import load_model
+
+if TYPE_CHECKING:
+    from toolkit.prefill.devices.base import Device
+
+_SEGMENT_SLACK = 2 * MIB
+"""Each long-lived tensor may waste up to one rounding step of the allocator's large segments."""
+
+
+class NoMemoryForKV(Exception):
+    """Weights leave nothing of the fraction for the KV pool."""
+
+
+@dataclass
+class Built:
+    """What the build has done so far; filled step by step, so that a failure still tells what was known."""
+
+    sizes: Sizes | None = None
+    weights_kind: str | None = None
+    ledger: dict[str, float | None] | None = None
+    runner: ModelRunner | None = None
+    vocabulary: int = 0
+
+
+def build_model_runner(
+    settings: CaptureSettings, device: Device, built: Built, stage: Callable[[str, str | None], None]
+) -> ModelRunner:
+    """Load, size and allocate. `built` is filled as figures become known, `stage` is told what begins.
+
+    Raises InvalidInput for what cannot be used, torch.OutOfMemoryError and NoMemoryForKV when memory is short.
+    """
+    source = resolve_model(settings.model)
+    config = load_config(source).get_text_config()
+    mla = getattr(config, "kv_lora_rank", None) is not None
+    sizes = built.sizes = resolve_sizes(settings, device.total_mib, mla=mla)
+    ledger = built.ledger = {"total_gib": device.total_bytes / GIB}
+    baseline = device.free_bytes()
+    ledger["context_gib"] = (device.total_bytes - baseline) / GIB
+    stage("load weights", source.id)
+    dtype = getattr(torch, settings.dtype)
+    loaded = load_model(
+        source,
+        weights=settings.weights,
+        dtype=dtype,
+        device=device.torch_device,
+        attn_implementation=register_attention(),
+        seed=settings.seed,
+    )
+    built.weights_kind, built.vocabulary = loaded.weights, int(config.vocab_size)
+    device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
+    device.empty_cache()
+    after_weights = device.free_bytes()
+    ledger["weights_gib"] = (baseline - after_weights) / GIB
+    runner = _allocate(settings, device, sizes, config, loaded, (baseline, after_weights), ledger, stage)
+    built.runner = runner
+    return runner
+
+
+def _allocate(
+    settings: CaptureSettings,
+    device: Device,
+    sizes: Sizes,
+    config: Any,
+    loaded: Any,
+    free: tuple[int, int],
+    ledger: dict[str, float | None],
+    stage: Callable[[str, str | None], None],
+) -> ModelRunner:
+    dtype = getattr(torch, settings.dtype)
+    geometry = model_geometry(config)
+    max_tokens = max(sizes.buckets, default=1)
+    baseline, after_weights = free
+    tokens = _kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
+    stage("allocate KV pool", f"{tokens} tokens")
+    pool = KVPool(device, geometry, tokens, dtype)
+    after_pool = device.free_bytes()
+    ledger["kv_cache_gib"] = (after_weights - after_pool) / GIB
+    stage("allocate static buffers", f"{max_tokens} tokens")
+    buffers = StaticBuffers(device, geometry, max_tokens, int(config.hidden_size), dtype)
+    runner = ModelRunner(
+        device=device,
+        model=loaded.model,
+        kv_pool=pool,
+        buffers=buffers,
+        buckets=sizes.buckets,
+        backend=settings.resolved_backend.value,
+        context_length=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+        policy=settings.policy,
+        role=settings.role,
+        compiler=settings.compiler,
+        request_slots=settings.request_slots,
+        max_context=settings.max_context,
+        locked_keys=settings.locked_keys,
+        tokenizer=loaded.tokenizer,
+    )
+    if settings.resolved_backend is Backend.FULL:
+        _ = runner.static_attention
+    device.empty_cache()
+    ledger["static_buffers_gib"] = (after_pool - device.free_bytes()) / GIB
+    ledger["ballast_gib"] = _leave_free(settings, device)
+    ledger["free_before_capture_gib"] = device.free_bytes() / GIB
+    return runner
+
+
+def _kv_tokens(
+    settings: CaptureSettings,
+    sizes: Sizes,
+    geometry: list[LayerGeometry],
+    dtype: torch.dtype,
+    baseline: int,
+    after_weights: int,
+    config: Any,
+) -> int:
+    per_token = bytes_per_token(geometry, dtype.itemsize)
+    if not per_token:
+        return 1  # no standard attention layer: a guard will say so, there is nothing to store
+    if settings.free_memory_gib is None:
+        assert sizes.mem_fraction_static is not None
+        room = kv_pool_bytes(after_weights, baseline, sizes.mem_fraction_static)
+        if room < per_token:
+            raise NoMemoryForKV(
+                f"weights leave {room / GIB:.2f} GiB of mem_fraction_static {sizes.mem_fraction_static:g} for the "
+                "KV pool"
+            )
+        return room // per_token
+    static = _static_bytes(settings, geometry, max(sizes.buckets, default=1), int(config.hidden_size), dtype)
+    slack = _SEGMENT_SLACK * (2 * len(geometry) + 12)
+    room = after_weights - static - slack - int(settings.free_memory_gib * GIB)
+    needed = max(sizes.buckets, default=1) * per_token
+    if room < needed:
+        most = (after_weights - static - slack - needed) / GIB
+        raise InvalidInput(
+            f"{settings.free_memory_gib:g} GiB cannot be left free before the capture",
+            f"at most {max(0.0, most):.2f} GiB are, after weights, static buffers and a KV pool for one full bucket",
+            "give a smaller --free-memory, a smaller ladder or a larger device",
+        )
+    return room // per_token
+
+
+def _static_bytes(
+    settings: CaptureSettings, geometry: list[LayerGeometry], max_tokens: int, hidden: int, dtype: torch.dtype
+) -> int:
+    crossing = max(x.q_heads * x.k_dim for x in geometry) + max(x.q_heads * x.v_dim for x in geometry)
+    rows = max_tokens * (3 * 8 + (hidden + crossing) * dtype.itemsize)
+    if settings.resolved_backend is not Backend.FULL:
+        return rows
+    return rows + 8 * (2 * max_tokens + 3 * settings.request_slots * settings.max_context)
+
+
+def _leave_free(settings: CaptureSettings, device: Device) -> float:
+    if settings.free_memory_gib is None:
+        return 0.0
+    return device.leave_free(int(settings.free_memory_gib * GIB)) / GIB

@@ -1,0 +1,1 @@
+"""Captures done safely in a child process, and kept as records."""

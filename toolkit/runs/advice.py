@@ -1,0 +1,57 @@
+"""What to do next, computed from what a run met. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.ladder import generate_prefill_buckets
+from toolkit.settings import CaptureSettings
+
+
+def advise(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+    """Advice for an outcome, most useful first; empty when there is nothing to mend."""
+    return _ADVISERS.get(str(fields.get("outcome")), lambda *_: [])(fields, settings)
+
+
+def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+    if fields.get("reason_code") == "no_memory_for_kv":
+        return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
+    advice = []
+    fraction, bucket = fields.get("mem_fraction_static"), fields.get("oom_bucket")
+    if bucket:
+        advice.append(
+            f"lower the ceiling: --max-tokens {_lower_ceiling(bucket)} (the largest bucket pays for the pool, so "
+            "leaving out small buckets does not help)"
+        )
+    if fraction and fraction > 0.1:
+        advice.append(
+            f"lower the fraction: --mem-fraction {max(0.05, fraction - 0.05):.3f} gives KV memory to the capture"
+        )
+    if settings.free_memory_gib is not None:
+        advice.append(f"leave more free: --free-memory {settings.free_memory_gib * 2:g}")
+    advice.append("or run without prefill graphs: --backend disabled")
+    return advice
+
+
+def _lower_ceiling(bucket: int) -> int:
+    """The largest bucket of the default grid that is at most half of `bucket`."""
+    return max(generate_prefill_buckets(bucket // 2), default=4)
+
+
+def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+    if fields.get("reason_code") != "gate_low_memory":
+        return []
+    return [
+        "name the backend to bypass the old gate: --backend breakable",
+        "or use today's behaviour, which always attempts the capture: --policy ungated",
+    ]
+
+
+def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+    if fields.get("reason_code") != "replay_mismatch":
+        return []
+    return ["do not serve with these graphs; run with --dtype fp32 to see whether rounding is the cause"]
+
+
+_ADVISERS = {"oom": _after_oom, "skipped": _after_skip, "failed": _after_mismatch}

@@ -1,0 +1,211 @@
+"""One capture from settings to record: build, capture, check, measure. Runs in the child process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from toolkit.catalogue import resolve_model
+from toolkit.errors import one_line
+from toolkit.policies import get_policy
+from toolkit.runs.advice import advise
+from toolkit.runs.provenance import software_versions
+from toolkit.runs.record import BucketFigures, ReplayCheck, RunRecord, SpeedPoint
+from toolkit.settings import CaptureSettings
+
+if TYPE_CHECKING:
+    from toolkit.prefill.build import Built
+    from toolkit.prefill.devices.base import Device
+    from toolkit.prefill.runners import PrefillCudaGraphRunner
+    from toolkit.prefill.setup import GraphCapture
+
+Emit = Callable[[dict[str, Any]], None]
+SPEED_POINTS = 12
+"""Buckets at which replay is timed against eager; more would double the time of a run on a CPU."""
+
+
+def execute(
+    settings: CaptureSettings, emit: Emit, cancelled: Callable[[], bool], *, run_id: str, created: str
+) -> RunRecord:
+    """Do what `settings` ask for and return the record of it, whatever the outcome.
+
+    Raises InvalidInput for settings that turn out to be unusable on this machine; nothing is recorded then.
+    """
+    get_policy(settings.policy)
+    resolve_model(settings.model)
+    from toolkit.prefill.devices import make_device
+
+    run = _Run(settings, make_device(settings.device, settings.device_memory_gib), emit, cancelled)
+    run.perform()
+    return run.record(run_id, created)
+
+
+class _Run:
+    """The state of one run; `fields` are what the record will hold, filled as figures become known."""
+
+    def __init__(self, settings: CaptureSettings, device: Device, emit: Emit, cancelled: Callable[[], bool]) -> None:
+        from toolkit.prefill.build import Built
+
+        self.settings, self.device, self.cancelled = settings, device, cancelled
+        self._emit = emit
+        self.built: Built = Built()
+        self.log: list[str] = []
+        self.notes: list[str] = []
+        self.fields: dict[str, Any] = {"device": device.facts()}
+        self.capture: GraphCapture | None = None
+        self.others = [device.other_processes()]
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Send an event and keep its log line or note for the record."""
+        if event["event"] == "log":
+            self.log.append(event["line"])
+        elif event["event"] == "note":
+            self.notes.append(event["text"])
+        self._emit(event)
+
+    def stage(self, name: str, detail: str | None = None) -> None:
+        """Say what begins."""
+        self.emit({"event": "stage", "name": name, "detail": detail})
+
+    def note(self, text: str) -> None:
+        """Say something that belongs to the record."""
+        self.emit({"event": "note", "text": text})
+
+    def perform(self) -> None:
+        """Build, capture, check, measure; running out of memory on the way is an outcome."""
+        from toolkit.prefill.build import NoMemoryForKV, build_model_runner
+
+        self._emit({"event": "facts", **self.fields})
+        try:
+            runner = build_model_runner(self.settings, self.device, self.built, self.stage)
+        except NoMemoryForKV as error:
+            return self._end("oom", "no_memory_for_kv", str(error))
+        except Exception as error:
+            if not self.device.is_out_of_memory(error):
+                raise
+            return self._end("oom", "out_of_memory_before_capture", f"before the capture: {one_line(str(error))}")
+        self._after_build(runner)
+        self._capture(runner)
+
+    def _after_build(self, runner: Any) -> None:
+        sizes = self.built.sizes
+        assert sizes is not None
+        self.fields["kv_cache_tokens"] = runner.kv_pool.num_tokens
+        self.fields["mem_fraction_static"] = sizes.mem_fraction_static
+        self.fields["ledger"] = self.built.ledger
+        self._emit({"event": "facts", **self.fields})
+        if self.built.weights_kind == "random":
+            self.note("weights are random: memory and times are those of the model, its answers mean nothing")
+
+    def _capture(self, runner: Any) -> None:
+        from toolkit.prefill.runners import EagerRunner
+        from toolkit.prefill.setup import capture_prefill_graph
+
+        self.stage("capture", f"{runner.backend}, policy {runner.policy}")
+        eager = EagerRunner(runner)
+        result = capture_prefill_graph(
+            model_runner=runner, eager_runner=eager, on_event=self.emit, cancelled=self.cancelled
+        )
+        self.capture = result
+        self.others.append(self.device.other_processes())
+        self._take_capture(result)
+        if result.outcome == "captured":
+            self._after_capture(result)
+
+    def _take_capture(self, result: GraphCapture) -> None:
+        fields, ledger = self.fields, dict(self.built.ledger or {})
+        fields.update(
+            free_before_gib=result.free_before_gib,
+            free_after_gib=result.free_after_gib,
+            mem_usage_gib=result.memory_usage_gib,
+            peak_usage_gib=result.peak_usage_gib,
+            capture_time_s=result.capture_time_s,
+            capture_order=[figure.num_tokens for figure in result.figures],
+            oom_bucket=result.oom_bucket,
+            buckets=[BucketFigures.model_validate(figure, from_attributes=True) for figure in result.figures],
+        )
+        ledger["prefill_graph_gib"] = result.memory_usage_gib
+        ledger["free_gib"] = result.free_after_gib
+        fields["ledger"] = ledger
+        runner = type(result.runner).__name__ if result.runner is not None else None
+        self._end(result.outcome, result.reason_code, result.reason, runner)
+
+    def _after_capture(self, result: GraphCapture) -> None:
+        runner: Any = result.runner
+        if result.memory_usage_gib is None:
+            self.note(
+                "memory of the graphs is n/a: compiled code ran in the pool, whose inside the CPU device cannot see"
+            )
+        self._check(runner)
+        if self.fields["outcome"] == "captured":
+            self._speed(runner)
+
+    def _check(self, runner: PrefillCudaGraphRunner) -> None:
+        from toolkit.prefill.check import check_replays, next_token
+
+        self.stage("check replays", f"{len(runner.ladder)} buckets, random order")
+        result = check_replays(runner, self.built.vocabulary, self.settings.seed)
+        token = None
+        if self.settings.prompt is not None:
+            token, why = next_token(runner, self.settings.prompt)
+            if token is None:
+                self.note(f"no next token for the prompt: {why}")
+        self.fields["replay_check"] = ReplayCheck(
+            bit_equal=result.bit_equal,
+            max_abs_diff=result.max_abs_diff,
+            tolerance=result.tolerance,
+            tokens_checked=result.tokens_checked,
+            prompt=self.settings.prompt,
+            next_token=token,
+        )
+        if result.problem is not None:
+            self._end("failed", "replay_mismatch", result.problem)
+
+    def _speed(self, runner: PrefillCudaGraphRunner) -> None:
+        from toolkit.prefill.speed import measure_speed, spread
+
+        buckets = spread(runner.ladder, SPEED_POINTS)
+        self.stage("time replay against eager", f"{len(buckets)} buckets")
+        self.fields["speed"] = [
+            SpeedPoint.model_validate(figure, from_attributes=True) for figure in measure_speed(runner, buckets)
+        ]
+
+    def _end(self, outcome: str, code: str, reason: str, runner: str | None = None) -> None:
+        self.fields.update(outcome=outcome, reason_code=code, reason=reason, runner=runner)
+        self.fields.setdefault("ledger", self.built.ledger or {})
+        if self.built.sizes is not None:
+            self.fields.setdefault("mem_fraction_static", self.built.sizes.mem_fraction_static)
+
+    def record(self, run_id: str, created: str) -> RunRecord:
+        """The record of what happened."""
+        known = [count for count in self.others if count is not None]
+        others = max(known) if known else None
+        if others:
+            self.note(
+                f"{others} other processes used the device: free memory, and with it memory usage, is not this run's alone"
+            )
+        usage = self.fields.get("mem_usage_gib")
+        if usage is not None and usage < 0:
+            self.note("memory usage is negative: something else gave memory back during the capture")
+        if self.settings.device_memory_gib and self.device.kind == "cpu":
+            self.note(
+                "memory is accounted by a model of the CUDA allocator against a declared capacity; times are CPU times"
+            )
+        settings = {
+            **self.settings.model_dump(mode="json"),
+            "locked_keys": sorted(map(list, self.settings.locked_keys)),
+        }
+        settings["resolved_backend"] = self.settings.resolved_backend.value
+        fields = dict(self.fields)
+        return RunRecord(
+            id=run_id,
+            created=created,
+            settings=settings,
+            software=software_versions(),
+            other_processes=others,
+            weights=self.built.weights_kind,
+            advice=advise(fields, self.settings),
+            log=self.log,
+            notes=self.notes,
+            **fields,
+        )

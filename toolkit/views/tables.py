@@ -1,0 +1,212 @@
+"""Records as text tables for a terminal or a pipe. Pure functions; every figure has its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.errors import one_line
+from toolkit.runs.record import RunRecord, SpeedPoint
+from toolkit.views.frames import NA, backend_name, display_value, median_ratio, model_name, policy_name
+
+PIPE_WIDTH = 200
+"""Columns when the output is not a terminal: wide enough that no figure is cut."""
+_SHOWN_BUCKETS = 10
+
+Figure = tuple[str, Callable[[RunRecord], str]]
+
+
+def memory(value: float | None) -> str:
+    """Memory with its unit: `3.99 GiB`, small amounts in MiB, `n/a` when not known."""
+    if value is None:
+        return NA
+    return f"{value:.2f} GiB" if value == 0 or abs(value) >= 0.1 else f"{value * 1024:.1f} MiB"
+
+
+def seconds(value: float | None) -> str:
+    """A duration with its unit, `n/a` when not known."""
+    return NA if value is None else f"{value:.2f} s"
+
+
+def count(value: int | None) -> str:
+    """A whole number with thousands marked, `n/a` when not known."""
+    return NA if value is None else f"{value:,}"
+
+
+def buckets_captured(record: RunRecord) -> str:
+    """How many buckets were captured, of how many, and the range: `58 of 58 (4 to 8192 tokens)`."""
+    captured = [bucket.num_tokens for bucket in record.buckets]
+    planned = max(len(record.capture_order), len(captured))
+    if not captured:
+        return f"0 of {planned}" if planned else "0"
+    return f"{len(captured)} of {planned} ({min(captured)} to {max(captured)} tokens)"
+
+
+def replay_check(record: RunRecord) -> str:
+    """Whether replay agrees with eager, in words."""
+    check = record.replay_check
+    if check is None:
+        return NA
+    equal = "bit-equal" if check.bit_equal else "not bit-equal"
+    return f"{equal} to eager, {check.tokens_checked} tokens checked"
+
+
+def speed(record: RunRecord) -> str:
+    """Replay time as a share of eager time over all buckets that were timed; under 1 replay is faster."""
+    ratio = median_ratio(record)
+    return NA if ratio is None else f"{ratio:.2f} x eager time (median of {len(record.speed)} buckets)"
+
+
+FIGURES: tuple[Figure, ...] = (
+    ("outcome", lambda record: record.outcome),
+    ("runner", lambda record: record.runner or NA),
+    ("backend", backend_name),
+    ("buckets captured", buckets_captured),
+    ("free before", lambda record: memory(record.free_before_gib)),
+    ("free after", lambda record: memory(record.free_after_gib)),
+    ("memory used", lambda record: memory(record.mem_usage_gib)),
+    ("peak while capturing", lambda record: memory(record.peak_usage_gib)),
+    ("capture time", lambda record: seconds(record.capture_time_s)),
+    (
+        "KV cache tokens",
+        lambda record: count(record.kv_cache_tokens),
+    ),
+    ("replay check", replay_check),
+    ("replay speed", speed),
+)
+"""What a table says about a capture, in this order, for one record and for several side by side."""
+
+
+def record_view(record: RunRecord, *, all_buckets: bool = False) -> list[RenderableType]:
+    """One record: figures, buckets (only the ends of a long ladder unless `all_buckets`), replay times."""
+    title = f"prefill capture {record.id}: {model_name(record)}, policy {policy_name(record)}"
+    table = Table(title=plain(title), title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, figure in FIGURES:
+        table.add_row(name, plain(figure(record)))
+    check = record.replay_check
+    if check is not None and check.next_token is not None:
+        table.add_row("next token", plain(f"{check.next_token!r} after {check.prompt!r}"))
+    table.add_row("measured on", plain(provenance_line(record)))
+    parts: list[RenderableType] = [table]
+    if record.buckets:
+        parts.append(bucket_view(record, all_buckets=all_buckets))
+    if record.speed:
+        parts.append(speed_view(record.speed))
+    return [*parts, *remarks(record)]
+
+
+def comparison_view(records: Sequence[RunRecord]) -> list[RenderableType]:
+    """Records side by side, one column each, headed by the policy; then each run's reason."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for record in records:
+        table.add_column(plain(policy_name(record)), overflow="fold")
+    for name, figure in FIGURES:
+        table.add_row(name, *(plain(figure(record)) for record in records))
+    labels = list(dict.fromkeys(f"measured on {provenance_line(record)}" for record in records))
+    parts: list[RenderableType] = [table, *(plain(label) for label in labels)]
+    for record in records:
+        parts.append(plain(f"{policy_name(record)} ({record.id}): {record.reason}"))
+        parts.extend(plain(f"  {line}") for line in record.advice)
+    return parts
+
+
+def runs_view(records: Sequence[RunRecord]) -> Table:
+    """A list of records, one line each."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("id", no_wrap=True, min_width=22)
+    for name in ("model", "policy", "backend", "device", "outcome"):
+        table.add_column(name, no_wrap=True)
+    for name in ("buckets", "free before", "used", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in records:
+        names = (record.id, model_name(record), policy_name(record), backend_name(record))
+        figures = (
+            memory(record.free_before_gib),
+            memory(record.mem_usage_gib),
+            seconds(record.capture_time_s),
+        )
+        cells = (*names, record.device_label, record.outcome, str(len(record.buckets)), *figures)
+        table.add_row(*(plain(cell) for cell in cells))
+    return table
+
+
+def bucket_view(record: RunRecord, *, all_buckets: bool = False) -> Table:
+    """The buckets in the order of capture; of a long ladder only both ends unless `all_buckets`."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = {
+        "num_tokens": "bucket (tokens)",
+        "warmup_s": "warm-up (s)",
+        "capture_s": "capture (s)",
+        "added_mib": "added (MiB)",
+        "cumulative_mib": "cumulative (MiB)",
+        "free_after_gib": "free after (GiB)",
+        "segments": "segments",
+        "graph_nodes": "graph nodes",
+    }
+    for heading in columns.values():
+        table.add_column(heading, justify="right")
+    rows = [[display_value(key, getattr(bucket, key)) for key in columns] for bucket in record.buckets]
+    if not all_buckets and len(rows) > _SHOWN_BUCKETS:
+        head = _SHOWN_BUCKETS // 2
+        rows = [*rows[:head], ["..."] * len(columns), *rows[-head:]]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def speed_view(points: Sequence[SpeedPoint]) -> Table:
+    """Eager and replayed milliseconds of one full bucket, and their ratio."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("bucket (tokens)", "eager (ms)", "replay (ms)", "replay / eager"):
+        table.add_column(heading, justify="right")
+    for point in sorted(points, key=lambda point: point.num_tokens):
+        ratio = f"{point.replay_ms / point.eager_ms:.2f}" if point.eager_ms > 0 else NA
+        table.add_row(str(point.num_tokens), f"{point.eager_ms:.2f}", f"{point.replay_ms:.2f}", ratio)
+    return table
+
+
+def remarks(record: RunRecord) -> list[RenderableType]:
+    """Why it ended so, then notes and advice, one line each."""
+    lines = [f"{record.outcome}: {record.reason}", *(f"note: {note}" for note in record.notes)]
+    return [plain(line) for line in [*lines, *(f"next: {advice}" for advice in record.advice)]]
+
+
+def provenance_line(record: RunRecord) -> str:
+    """Device, dtype and versions behind every figure of a record, and what the units mean."""
+    dtype = record.settings.get("dtype") or NA
+    versions = ", ".join(f"{name} {record.software[name]}" for name in ("torch",) if name in record.software)
+    known = [record.device_label, str(dtype), versions, "GiB = 2**30 bytes", f"{NA} = not known"]
+    return ", ".join(part for part in known if part)
+
+
+def plain(text: str) -> Text:
+    """Text shown as it is: no markup, one line, and no control characters a record could smuggle in."""
+    return Text("".join(mark if mark.isprintable() else "?" for mark in one_line(text)))
+
+
+def write_tables(parts: Sequence[RenderableType], file: IO[str]) -> None:
+    """Print to `file`: in colour and to its width on a terminal, wide and without escapes in a pipe."""
+    on_terminal = file.isatty()
+    console = Console(
+        file=file,
+        width=None if on_terminal else PIPE_WIDTH,
+        # On a terminal rich decides, as NO_COLOR and TERM say; a pipe never gets escapes, whatever they say.
+        force_terminal=None if on_terminal else False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    # Collected first: rich answers a closed pipe by ending the process, and that is the caller's choice.
+    with console.capture() as text:
+        for part in parts:
+            # Sentences are left to the reader's window; only tables are fitted.
+            console.print(part, soft_wrap=isinstance(part, Text))
+    file.write(text.get())
