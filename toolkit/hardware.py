@@ -31,10 +31,10 @@ def list_gpus() -> list[GpuInfo]:
         pynvml.nvmlShutdown()
 
 
-def other_gpu_processes(uuid: str, own_pid: int) -> int | None:
-    """How many processes other than `own_pid` hold memory on the GPU; None when NVML does not tell.
+def other_gpu_processes(uuid: str) -> int | None:
+    """How many processes other than this one hold memory on the GPU; None when NVML does not tell.
 
-    Inside a container NVML may hide processes or number them differently, so a 0 is no proof.
+    This process must have a context there. Inside a container NVML may hide the others, so a 0 is no proof.
     """
     import pynvml
 
@@ -45,11 +45,13 @@ def other_gpu_processes(uuid: str, own_pid: int) -> int | None:
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return sum(process.pid != own_pid for process in running)
+        pids = [int(process.pid) for process in running]
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+    # A container numbers processes differently: one of a non-empty list is this one all the same.
+    return len(pids) - 1 if pids else 0
 
 
 def available_ram_bytes() -> int:

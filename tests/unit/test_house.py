@@ -19,8 +19,9 @@ PACKAGE = ROOT / "toolkit"
 
 # Bottom to top: a room imports itself and rooms that stand before it, never one that stands after.
 ROOMS = (
-    *("resources", "errors", "settings", "hardware", "catalogue", "ladder", "memory", "policies"),
-    *("prefill", "forecast", "runs", "serverlogs", "views", "widgets"),
+    # resources, bundled and weights are what a catalogue entry needs to become a model in memory.
+    *("errors", "resources", "settings", "hardware", "catalogue", "bundled", "weights", "ladder"),
+    *("memory", "policies", "prefill", "forecast", "runs", "serverlogs", "views", "widgets", "selfcheck"),
     *("__init__", "cli", "__main__"),  # these may import everything
 )
 # Within the engine, by first component below toolkit.prefill. A part that is not named here is free.

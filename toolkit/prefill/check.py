@@ -18,11 +18,12 @@ from toolkit.prefill.runners import PrefillCudaGraphRunner
 if TYPE_CHECKING:
     from toolkit.prefill.model_runner import ModelRunner
 
-TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-4}
+TOLERANCE = {torch.bfloat16: 0.08, torch.float16: 0.01, torch.float32: 1e-4}
 """Largest allowed difference to unpadded eager, as a share of the largest magnitude there, by dtype.
 
-Padding and the static window of `full` change the order of sums. bf16 keeps 8 bits, so one rounding is 0.4 %;
-over 30 layers 1.7 % was measured (SmolLM2, full, cpu). fp32 runs stay under 1e-5.
+Padding, the static window of `full` and fused kernels change the order and the rounding of sums. bf16 keeps 8
+bits, so one rounding is 0.4 %; over 30 layers 1.7 % was measured with `full` and 3.8 % with inductor's fused
+pieces (SmolLM2, cpu). A replay that read the wrong memory is off by about 100 %.
 """
 MAX_REQUESTS = 3
 MAX_PREFIX = 24

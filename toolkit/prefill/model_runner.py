@@ -55,7 +55,8 @@ def model_geometry(config: Any) -> list[LayerGeometry]:
 
     register_attention()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+        # bf16 whatever the model runs in: the meta kernel of grouped_mm (mixtures of experts) takes nothing else.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     body = resolve_language_model(model)
     return probe_geometry(body) if body is not None and hasattr(body, "layers") else []
 

@@ -122,6 +122,7 @@ class _Run:
             capture_time_s=result.capture_time_s,
             capture_order=[figure.num_tokens for figure in result.figures],
             oom_bucket=result.oom_bucket,
+            pools=self.device.memory_by_pool(),
             buckets=[BucketFigures.model_validate(figure, from_attributes=True) for figure in result.figures],
         )
         ledger["prefill_graph_gib"] = result.memory_usage_gib

@@ -84,6 +84,7 @@ class RunRecord(_Part):
     kv_cache_tokens: int | None = None
     mem_fraction_static: float | None = None
     ledger: dict[str, float | None] = {}
+    pools: list[dict[str, Any]] = []
     other_processes: int | None = None
     buckets: list[BucketFigures] = []
     replay_check: ReplayCheck | None = None

@@ -97,7 +97,7 @@ class CaptureJob:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=_child_environment(),
+                env=child_environment(),
                 # Its own group: Ctrl-C reaches only the parent, and compile workers can be ended with it.
                 start_new_session=True,
             )
@@ -343,7 +343,7 @@ _KILLED = (
 )
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The parent's environment, plus the folder this package was imported from, so that any cwd works."""
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONUTF8": "1"}

@@ -230,6 +230,13 @@ def display_value(column: str, value: object) -> str:
     return str(value)
 
 
+def memory_words(gib: float | None) -> str:
+    """GiB in words; a little of it in MiB, or it would read as nothing; `n/a` when it is not known."""
+    if gib is None or gib != gib:
+        return NA
+    return f"{gib * 1024:.1f} MiB" if 0 < abs(gib) < 0.1 else f"{gib:.2f} GiB"
+
+
 def heading(column: str) -> str:
     """A column's name in words, with its unit."""
     return HEADINGS.get(column, column.replace("_", " "))

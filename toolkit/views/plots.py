@@ -21,11 +21,12 @@ from toolkit.views.frames import (
     device_name,
     ledger_table,
     median_ratio,
+    memory_words,
     model_name,
     policy_name,
     provenance,
 )
-from toolkit.views.sheet import alt_text, figure_png, gib
+from toolkit.views.sheet import alt_text, figure_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +139,7 @@ def plot_ledger(record: RunRecord) -> Figure:
         figure, (axes,) = sheet.new_sheet(title, provenance(record), 4.2)
         _draw_ledger(axes, owners)
         figure.legend(loc="outside lower center", ncols=2, handlelength=2.6, handleheight=1.4)
-    listed = "; ".join(f"{owner} {gib(owned)}" for owner, owned, _ in owners)
+    listed = "; ".join(f"{owner} {memory_words(owned)}" for owner, owned, _ in owners)
     sheet.describe(figure, f"{title}, {provenance(record)}. {listed}.")
     return figure
 
@@ -179,7 +180,7 @@ def _draw_free(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
     free = sheet.numbers([bucket.free_after_gib if bucket else None for bucket in _by_tokens(record, ladder)])
     axes.axhline(GATE_GIB, color=sheet.VERMILLION, linestyle="-.", linewidth=2, label=GATE_LABEL)
     before = sheet.numbers([record.free_before_gib])[0]  # a line at NaN is not drawn, and its label says n/a
-    label = f"free before the capture ({gib(record.free_before_gib)})"
+    label = f"free before the capture ({memory_words(record.free_before_gib)})"
     axes.axhline(before, color=sheet.BLUE, linestyle=":", linewidth=2.5, label=label)
     known = any(value == value for value in free)
     axes.plot(
@@ -280,7 +281,7 @@ def _draw_before_after(axes: Axes, records: Sequence[RunRecord]) -> None:
         rows = [row + offset for row in range(len(records))]
         axes.barh(rows, sheet.numbers(values), 0.36, color=colour, edgecolor=sheet.BLACK, hatch=hatch, label=label)
         for row, value in zip(rows, values, strict=True):
-            sheet.beside(axes, value or 0.0, row, gib(value))
+            sheet.beside(axes, value or 0.0, row, memory_words(value))
     highest = max([GATE_GIB, *(value for value in (*before, *after) if value is not None)])
     axes.set_xlim(0, 1.35 * highest)
     axes.set_xlabel("free memory (GiB)")
@@ -322,7 +323,7 @@ def _draw_ledger(axes: Axes, owners: Sequence[tuple[str, float, float]]) -> None
             color="white" if plain else colours[number % len(colours)],
             edgecolor=sheet.BLACK,
             hatch="" if plain else hatches[number % len(hatches)],
-            label=f"{owner}: {gib(owned)}" + (f" ({share:.1f} %)" if share == share else ""),
+            label=f"{owner}: {memory_words(owned)}" + (f" ({share:.1f} %)" if share == share else ""),
         )
         if width > 0.14 * total:
             axes.text(start + width / 2, 0, owner, ha="center", va="center", bbox=sheet.paper())
@@ -337,7 +338,7 @@ def _draw_ledger(axes: Axes, owners: Sequence[tuple[str, float, float]]) -> None
 
 
 def _memory_in_words(record: RunRecord) -> str:
-    before, after = gib(record.free_before_gib), gib(record.free_after_gib)
+    before, after = memory_words(record.free_before_gib), memory_words(record.free_after_gib)
     words = f"{len(record.buckets)} buckets; free {before} before, {after} after"
     added = {bucket.num_tokens: bucket.added_mib for bucket in record.buckets if bucket.added_mib is not None}
     if added:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import InvalidInput, StorageError, one_line
 from toolkit.runs.record import ReplayCheck, RunRecord
 from toolkit.views import frames, plots
-from toolkit.views.frames import NA
+from toolkit.views.frames import NA, memory_words
 from toolkit.views.report_style import CSS, HOW_TO_READ
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def _what_happened(record: RunRecord) -> str:
     if record.outcome == "captured":
         tokens = [bucket.num_tokens for bucket in record.buckets]
         span = f" ({min(tokens)} to {max(tokens)} tokens)" if tokens else ""
-        took = f"{_unit(record.capture_time_s, 's')}, using {_unit(record.mem_usage_gib, 'GiB')}"
-        before, after = _unit(record.free_before_gib, "GiB"), _unit(record.free_after_gib, "GiB")
+        took = f"{_seconds(record.capture_time_s)}, using {memory_words(record.mem_usage_gib)}"
+        before, after = memory_words(record.free_before_gib), memory_words(record.free_after_gib)
         return (
             f"Captured: {_buckets(count)}{span} became prefill graphs in {took}; free memory was {before} "
             f"before and {after} after. Prefill is served by {record.runner or NA}."
@@ -122,8 +122,8 @@ def _buckets(count: int) -> str:
     return f"{count} bucket{'' if count == 1 else 's'}"
 
 
-def _unit(value: float | None, unit: str) -> str:
-    return NA if value is None else f"{value:.2f} {unit}"
+def _seconds(value: float | None) -> str:
+    return NA if value is None else f"{value:.2f} s"
 
 
 # --- the page -----------------------------------------------------------------------------------------------

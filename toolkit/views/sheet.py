@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord
-from toolkit.views.frames import NA, clean_text, provenance
+from toolkit.views.frames import clean_text, provenance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,11 +235,6 @@ def words_beside(position: int, count: int) -> tuple[float, Literal["left", "rig
 def numbers(values: Sequence[float | None]) -> list[float]:
     """Missing as NaN, which Matplotlib leaves out: a gap, never a 0."""
     return [float("nan") if value is None else value for value in values]
-
-
-def gib(value: float | None) -> str:
-    """GiB in words, `n/a` when it is not known."""
-    return NA if value is None or value != value else f"{value:.2f} GiB"
 
 
 def paper() -> dict[str, Any]:

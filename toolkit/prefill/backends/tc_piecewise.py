@@ -6,9 +6,14 @@ SGLang's earlier backend, refused there for prefill from 0.5.22; kept here to be
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.split_module import split_module
 
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = (torch.ops.prefill_lab.attention, torch.ops.prefill_lab.attention.default)
 Piece = Callable[..., Any]
+_BODY_NUMBERS = count()
 
 
 class TcPiecewiseBackend(BreakableBackend):
@@ -47,9 +53,7 @@ class TcPiecewiseBackend(BreakableBackend):
         pieces = {name: piece for name, piece in split.named_children() if isinstance(piece, GraphModule)}
         self.pieces = list(pieces)
         attention = {name: node for name, piece in pieces.items() if (node := _attention_node(piece))}
-        compiled = _COMPILERS[self.runner.compiler](
-            self, {name: piece for name, piece in pieces.items() if name not in attention}
-        )
+        compiled = _COMPILERS[self.runner.compiler](self, split, set(pieces) - set(attention), _fake_inputs(graph))
         return _PieceInterpreter(self, split, attention, compiled).run_pieces
 
     def run_body(self, num_tokens: int) -> None:
@@ -118,6 +122,9 @@ def _body_function(runner: ModelRunner) -> Piece:
         output = body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
         hidden.copy_(output.last_hidden_state[0])
 
+    # Code with a name of its own. What torch.compile learns, it keeps by code: it gives up after eight versions,
+    # and turns a float that another model had otherwise into a host read.
+    prefill_body.__code__ = prefill_body.__code__.replace(co_name=f"prefill_body_{next(_BODY_NUMBERS)}")
     return prefill_body
 
 
@@ -129,19 +136,56 @@ def _attention_node(piece: GraphModule) -> Node | None:
     return next((node for node in piece.graph.nodes if _is_attention(node)), None)
 
 
-def _compile_eager(_: TcPiecewiseBackend, pieces: dict[str, GraphModule]) -> dict[str, Piece]:
+def _fake_inputs(graph: GraphModule) -> list[Any]:
+    """The body's inputs as torch.compile traced them, sizes symbolic, in the fake mode it gives to backends."""
+    traced = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = detect_fake_mode()
+    with mode if mode is not None else nullcontext():
+        return [
+            torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+            if isinstance(item, torch.Tensor)
+            else item
+            for item in traced
+        ]
+
+
+def _compile_eager(_: TcPiecewiseBackend, split: GraphModule, names: set[str], __: list[Any]) -> dict[str, Piece]:
     """Pieces as torch.compile traced them, every call visible."""
-    return dict(pieces)
+    return {name: split.get_submodule(name) for name in names}
 
 
-def _compile_inductor(backend: TcPiecewiseBackend, pieces: dict[str, GraphModule]) -> dict[str, Piece]:
-    """Pieces compiled by inductor: nobody sees inside, so the device calls them as one."""
+def _compile_inductor(
+    backend: TcPiecewiseBackend, split: GraphModule, names: set[str], fake_inputs: list[Any]
+) -> dict[str, Piece]:
+    """Pieces compiled by inductor: nobody sees inside, so the device calls each as one."""
+    compiler = _InductorInterpreter(split, names)
+    fake_mode = detect_fake_mode(fake_inputs)
+    with fake_mode if fake_mode is not None else nullcontext():
+        compiler.run(*fake_inputs)
+    call = backend.runner.device.call_compiled
+    return {name: partial(_call_piece, call, piece) for name, piece in compiler.compiled.items()}
 
-    def piece_caller(piece: GraphModule) -> Piece:
-        compiled = torch.compile(piece, backend="inductor", dynamic=True, fullgraph=True)
-        return lambda *args: backend.runner.device.call_compiled(compiled, args)
 
-    return {name: piece_caller(piece) for name, piece in pieces.items()}
+def _call_piece(call: Piece, piece: Piece, *args: Any) -> Any:
+    return call(piece, args)
+
+
+class _InductorInterpreter(Interpreter):
+    """Walks the split body with fake tensors and compiles each graph piece for the shapes it meets there."""
+
+    def __init__(self, split: GraphModule, names: set[str]) -> None:
+        super().__init__(split)
+        self._names = names
+        self.compiled: dict[str, Piece] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One piece: its fake result, and its compiled form on the side."""
+        result = super().call_module(target, args, kwargs)
+        if target in self._names:
+            # A plain GraphModule: inside torch.compile the split makes lazy ones, which cannot be traced again.
+            piece = self.fetch_attr(target)
+            self.compiled[target] = compile_fx(GraphModule(piece, piece.graph), list(args))
+        return result
 
 
 _COMPILERS = {"eager": _compile_eager, "inductor": _compile_inductor}

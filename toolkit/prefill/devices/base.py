@@ -77,7 +77,10 @@ class Device(Protocol):
         """Charge tensors that were made elsewhere (weights). Raises torch.OutOfMemoryError."""
 
     def leave_free(self, nbytes: int) -> int:
-        """Occupy memory until at most `nbytes` are free; returns the bytes taken. Undone by `drop_ballast`."""
+        """Occupy memory until `nbytes` are free, or less than one allocation step more; returns the bytes taken.
+
+        Undone by `drop_ballast`.
+        """
 
     def drop_ballast(self) -> None:
         """Give back what `leave_free` took."""
@@ -90,6 +93,9 @@ class Device(Protocol):
 
     def pool_reserved_bytes(self, pool: Pool) -> int | None:
         """Bytes of device memory the pool holds; None where they cannot be known."""
+
+    def memory_by_pool(self) -> list[dict[str, Any]]:
+        """One row a pool of the allocator: name, segments, reserved MiB, allocated MiB. The default pool is first."""
 
     def new_graph(self) -> Graph:
         """An empty graph."""

@@ -23,7 +23,7 @@ from toolkit.errors import CaptureError
 from toolkit.memory.allocator import AllocatorOutOfMemory, Block, CachingAllocator
 from toolkit.prefill.attention import declared_workspace_bytes
 from toolkit.prefill.devices.base import Pool
-from toolkit.prefill.devices.common import frozen_gc
+from toolkit.prefill.devices.common import frozen_gc, rows_by_pool
 from toolkit.prefill.devices.tape import Tape, TapeSession, check_capturable
 
 LABEL = "cpu (accounted)"
@@ -216,6 +216,10 @@ class CpuDevice:
         assert isinstance(pool, CpuPool)
         return None if pool.opaque else self.allocator.reserved_bytes(pool.key)
 
+    def memory_by_pool(self) -> list[dict[str, Any]]:
+        """The allocator model's segments, by pool."""
+        return rows_by_pool(self.allocator.snapshot(), lambda segment: _pool_name(segment["segment_pool_id"]))
+
     def new_graph(self) -> CpuGraph:
         """An empty tape."""
         return CpuGraph(self)
@@ -318,6 +322,10 @@ class CpuDevice:
     def other_processes(self) -> int | None:
         """The accounted device belongs to this process alone."""
         return 0
+
+
+def _pool_name(pool: Any) -> str:
+    return "default" if pool in ((0, 0), "default") else str(pool)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
