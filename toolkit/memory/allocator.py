@@ -226,15 +226,16 @@ class CachingAllocator:
             raise KeyError(address)
         return block
 
-    def begin_capture(self, pool: PoolId, stream: int = 0) -> None:
-        """Start a graph capture into a private pool, after `empty_cache` as in `torch.cuda.graph`.
+    def begin_capture(self, pool: PoolId, stream: int = 0, keep_cache: bool = False) -> None:
+        """Capture into a private pool, after `empty_cache` (`torch.cuda.graph`) or not (a bare `capture_begin`).
 
         Until `end_capture` no segment is given back: `cudaFree` is not allowed meanwhile. Each `malloc` still
         names its pool. Raises `ValueError` if this one is the default, released, or being captured into.
         """
         if pool == DEFAULT_POOL or pool in self._captures:
             raise ValueError(f"cannot capture into pool {pool!r}: it is the default, or being captured into")
-        self.empty_cache()
+        if not keep_cache:
+            self.empty_cache()
         self._arena(pool, stream, small=True)
         self._captures.add(pool)
 

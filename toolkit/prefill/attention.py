@@ -151,10 +151,7 @@ def attention_function(
     )
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     hook = None if torch.compiler.is_compiling() else active_context().hook
-    if hook is not None:
-        out = hook.attend(*rows, spec)
-    else:
-        out = torch.ops.prefill_lab.attention(*rows, *spec.arguments)
+    out = hook.attend(*rows, spec) if hook else torch.ops.prefill_lab.attention(*rows, *spec.arguments)
     return out.unsqueeze(0), None
 
 
@@ -198,8 +195,7 @@ def declared_workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """
     context = active_context()
     query, layer = arguments[0], next(item for item in arguments if isinstance(item, int))
-    geometry = context.pool.layers[layer]
-    per_row = geometry.kv_values_per_token * query.element_size()
+    per_row: int = context.pool.layers[layer].kv_values_per_token * query.element_size()
     if context.static is not None:
         keys = context.static.kv_index.numel()
         return keys * per_row + keys * context.num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PrefillLabError
@@ -94,4 +95,4 @@ class KVPool:
 
 def is_run(slots: Sequence[int]) -> bool:
     """Whether the slots are neighbours in rising order."""
-    return all(after == before + 1 for before, after in zip(slots, slots[1:], strict=False))
+    return all(after == before + 1 for before, after in pairwise(slots))

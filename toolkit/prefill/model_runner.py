@@ -112,7 +112,8 @@ class ModelRunner:
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Last hidden state [T, hidden_size] of packed tokens [T]; attention looks at the active context."""
         output = self.body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
-        return output.last_hidden_state[0]
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     def forward_eager(self, batch: PackedBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size] of a batch, unpadded and without any graph."""
@@ -128,7 +129,7 @@ class ModelRunner:
         """Logits [len(rows), vocabulary] fp32 of some rows of `hidden`; `lm_head` always runs eager."""
         config = self.model.config.get_text_config()
         with torch.no_grad():
-            scores = self.model.get_output_embeddings()(hidden[list(rows)]).float()
+            scores: torch.Tensor = self.model.get_output_embeddings()(hidden[list(rows)]).float()
         scores = scores * float(getattr(config, "logit_scale", None) or 1.0)
         scores = scores / float(getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)

@@ -11,7 +11,8 @@ from toolkit.settings import CaptureSettings
 
 def advise(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
     """Advice for an outcome, most useful first; empty when there is nothing to mend."""
-    return _ADVISERS.get(str(fields.get("outcome")), lambda *_: [])(fields, settings)
+    adviser = _ADVISERS.get(str(fields.get("outcome")))
+    return adviser(fields, settings) if adviser else []
 
 
 def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:

@@ -183,7 +183,7 @@ class _Run:
         others = max(known) if known else None
         if others:
             self.note(
-                f"{others} other processes used the device: free memory, and with it memory usage, is not this run's alone"
+                f"{others} other processes used the device: free memory and memory usage are not this run's alone"
             )
         usage = self.fields.get("mem_usage_gib")
         if usage is not None and usage < 0:

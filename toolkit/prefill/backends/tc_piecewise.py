@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._guards import detect_fake_mode
@@ -49,7 +49,7 @@ class TcPiecewiseBackend(BreakableBackend):
                 part += 2
             else:
                 parts[node] = part
-        split = split_module(graph, None, lambda node: parts[node], keep_original_order=True)
+        split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
         pieces = {name: piece for name, piece in split.named_children() if isinstance(piece, GraphModule)}
         self.pieces = list(pieces)
         attention = {name: node for name, piece in pieces.items() if (node := _attention_node(piece))}
@@ -109,7 +109,8 @@ class _PieceInterpreter(Interpreter):
             return self._compiled[target](*args)
         placeholders = [item for item in node.graph.nodes if item.op == "placeholder"]
         given = dict(zip(placeholders, args, strict=True))
-        query, key, value, *rest = [given.get(item, item) if isinstance(item, Node) else item for item in node.args]
+        values: list[Any] = [given.get(item, item) if isinstance(item, Node) else item for item in node.args]
+        query, key, value, *rest = values
         hook = active_context().hook
         assert hook is not None
         return hook.attend(query, key, value, AttentionSpec(*rest))
@@ -184,7 +185,7 @@ class _InductorInterpreter(Interpreter):
         if target in self._names:
             # A plain GraphModule: inside torch.compile the split makes lazy ones, which cannot be traced again.
             piece = self.fetch_attr(target)
-            self.compiled[target] = compile_fx(GraphModule(piece, piece.graph), list(args))
+            self.compiled[target] = cast(Piece, compile_fx(GraphModule(piece, piece.graph), list(args)))
         return result
 
 

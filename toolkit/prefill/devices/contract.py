@@ -113,8 +113,11 @@ def segments_hand_tensors_over(device: Device) -> None:
         carried = source + 1
         first.end()
         middle.copy_(source * 100)
-        second = _capture(device, pool, lambda: out.copy_(carried * 2 + middle))
-        del carried
+        second = device.new_graph()
+        second.begin(pool)
+        out.copy_(carried * 2 + middle)
+        second.end()
+        del carried  # the graphs must not need the tensor to be alive
     source.fill_(3.0)
     first.replay()
     middle.copy_(source * 100)

@@ -88,8 +88,16 @@ class _Watch(TorchDispatchMode):
     """Sees every ATen call: charges what it allocates, and records it while a tape runs."""
 
     def __init__(self, device: CpuDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+
+    def enter(self) -> None:
+        """Put the mode on top of the stack."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Take the mode off the stack; it must be on top."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -230,7 +238,7 @@ class CpuDevice:
             raise CaptureError("a capture is already under way; captures cannot be nested")
         if self._watch is not None:
             raise CaptureError("a capture cannot begin inside accounted eager work")
-        self.allocator.begin_capture(pool.key)
+        self.allocator.begin_capture(pool.key, keep_cache=True)
         self._pool, self.recording = pool, pool.session.new_tape()
         self._enter_watch()
 
@@ -259,11 +267,11 @@ class CpuDevice:
 
     def _enter_watch(self) -> None:
         self._watch = _Watch(self)
-        self._watch.__enter__()
+        self._watch.enter()
 
     def _leave_watch(self) -> None:
         assert self._watch is not None
-        self._watch.__exit__(None, None, None)
+        self._watch.leave()
         self._watch = None
 
     def run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,11 +305,11 @@ class CpuDevice:
         """Run compiled code unwatched and record it as one opaque call; its pool is n/a from then on."""
         if self._watch is None:
             return function(*args)
-        self._watch.__exit__(None, None, None)
+        self._watch.leave()
         try:
             result = function(*args)
         finally:
-            self._watch.__enter__()
+            self._watch.enter()
         self._charge_outputs(result, args)
         if self.recording is not None and self._pool is not None:
             self._pool.opaque = True

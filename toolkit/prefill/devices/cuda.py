@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -55,7 +55,7 @@ class CudaGraph:
             raise CaptureError("a capture must begin inside device.capturing(), on its stream")
         # keep_graph: the raw graph is kept until its nodes are counted; it is instantiated in `end`.
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._graph.capture_begin(pool=pool.handle)
+        self._graph.capture_begin(pool=cast(Any, pool.handle))
         self._device.open_graph = self
 
     def end(self) -> None:

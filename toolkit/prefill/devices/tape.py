@@ -217,7 +217,7 @@ def _build(tape: Tape) -> Callable[[], None]:
             lines.append("    " + " = ".join(dead) + " = None")
     lines += [f"    slots[{name!r}] = {name}" for name in sorted(tape.exports)]
     lines.append("    return None")
-    exec(compile("\n".join(lines), f"<tape {tape.prefix}>", "exec"), writer.bound)  # noqa: S102 - our own source
+    exec(compile("\n".join(lines), f"<tape {tape.prefix}>", "exec"), writer.bound)
     program: Callable[[], None] = writer.bound["program"]
     return program
 
@@ -236,9 +236,7 @@ def _last_uses(tape: Tape) -> dict[int, list[str]]:
     for index, call in enumerate(tape.calls):
         for name in _names_in([call.args, list(call.kwargs.values())]):
             last[name] = index
-        for name in call.results:
-            if name is not None:
-                last[name] = index
+        last.update(dict.fromkeys(filter(None, call.results), index))
     by_index: dict[int, list[str]] = {}
     for name, index in last.items():
         by_index.setdefault(index, []).append(name)
