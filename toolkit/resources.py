@@ -94,7 +94,7 @@ def cached_folder(name: str, source: str, needs_bytes: int, write: Callable[[Pat
         reason = getattr(error, "strerror", None) or short(error)
         raise StorageError(
             f"{name} cannot be written into the cache: {reason}; nothing was left behind; "
-            f"free {needs_bytes / 1e9:.1f} GB there, or name another folder in {CACHE_VARIABLE}"
+            f"free {needs_bytes / (1 << 30):.1f} GiB there, or name another folder in {CACHE_VARIABLE}"
         ) from None
     return folder
 

@@ -136,6 +136,7 @@ def test_missing_figures_are_na(tmp_path: Path, quick_figures: None) -> None:
             ["Out of memory at bucket 640 tokens, after 26 buckets", "no graceful way back to eager"],
         ),
         (oom_record(oom_bucket=None), ["at bucket n/a"]),
+        (oom_record(oom_bucket=None, ladder=[]), ["before the capture began", "no decision of it"]),
         (
             made_up_record(outcome="crashed", signal="SIGKILL", runner=None),
             ["ended by SIGKILL after 7 buckets"],

@@ -70,6 +70,11 @@ class StaticAttention:
     key_request: torch.Tensor
     key_position: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor, for accounting."""
+        return [self.kv_index, self.row_request, self.row_position, self.key_request, self.key_position]
+
     def mask(self, num_tokens: int, window: int) -> torch.Tensor:
         """Which keys each row may see, [num_tokens, slots * context] bool. Padding rows see key 0."""
         request, position = self.row_request[:num_tokens, None], self.row_position[:num_tokens, None]

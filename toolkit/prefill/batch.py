@@ -114,6 +114,12 @@ class StaticBuffers:
         self.queries = device.empty((max_tokens * max(x.q_heads * x.k_dim for x in layers),), dtype)
         self.attended = device.empty((max_tokens * max(x.q_heads * x.v_dim for x in layers),), dtype)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer, for accounting."""
+        inputs = [self.input_ids, self.position_ids, self.slot_mapping]
+        return [*inputs, self.hidden, self.queries, self.attended]
+
     def load(self, batch: PackedBatch, num_tokens: int) -> None:
         """Copy a batch in and pad it to `num_tokens`: token 0 at position 0, written to the padding slot."""
         import torch

@@ -6,6 +6,7 @@ last bucket is captured, buckets are replayed in random order, and the prompts a
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,9 +62,10 @@ class CheckResult:
         return all(check.bit_equal for check in self.buckets)
 
     @property
-    def max_abs_diff(self) -> float:
-        """Largest difference to unpadded eager, as a share of the largest magnitude there."""
-        return max((check.unpadded_diff for check in self.buckets), default=0.0)
+    def max_abs_diff(self) -> float | None:
+        """Largest difference to unpadded eager, as a share of the largest magnitude there; None beside a NaN."""
+        worst = _largest([0.0, *(check.unpadded_diff for check in self.buckets)])
+        return None if math.isnan(worst) else worst
 
     @property
     def tokens_checked(self) -> int:
@@ -79,11 +81,16 @@ class CheckResult:
                 return f"{where} differs from eager on the same padded batch by {check.padded_diff:.2%}"
             # Written so that a NaN, which compares false with everything, is a problem too.
             if not (check.padded_diff <= self.tolerance and check.unpadded_diff <= self.tolerance):
-                worst = max(check.padded_diff, check.unpadded_diff)
+                worst = _largest([check.padded_diff, check.unpadded_diff])
                 return f"{where} differs from eager by {worst:.2%}, over {self.tolerance:.2%}"
             if not check.argmax_agrees:
                 return f"{where} leads to another next token than eager"
         return None
+
+
+def _largest(differences: list[float]) -> float:
+    """The largest, and NaN where any is: `max` would lose it or keep it, depending on the order."""
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def check_replays(runner: PrefillCudaGraphRunner, vocabulary: int, seed: int = 0) -> CheckResult:

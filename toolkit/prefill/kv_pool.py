@@ -75,7 +75,10 @@ class KVPool:
         return tuple(taken)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give slots back; neighbouring free ranges become one again."""
+        """Give slots back; neighbouring free ranges become one again. Refused as a whole if nobody holds one."""
+        for slot in slots:
+            if not PADDING_SLOT < slot <= self.num_tokens:
+                raise PrefillLabError(f"KV slot {slot} is not one of 1 to {self.num_tokens}")
         ranges = sorted([*self._free, *((slot, 1) for slot in slots)])
         merged: list[tuple[int, int]] = []
         for start, size in ranges:

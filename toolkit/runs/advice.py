@@ -20,10 +20,11 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str
         return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
     advice = []
     fraction, bucket = fields.get("mem_fraction_static"), fields.get("oom_bucket")
-    if bucket:
+    ladder = _lower_ladder(bucket, settings) if bucket else None
+    if ladder:
         advice.append(
-            f"lower the ceiling: --max-tokens {_lower_ceiling(bucket)} (the largest bucket pays for the pool, so "
-            "leaving out small buckets does not help)"
+            f"lower the ceiling: {ladder} (the largest bucket pays for the pool, so leaving out small buckets does "
+            "not help)"
         )
     if fraction and fraction > 0.1:
         advice.append(
@@ -35,9 +36,13 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str
     return advice
 
 
-def _lower_ceiling(bucket: int) -> int:
-    """The largest bucket of the default grid that is at most half of `bucket`."""
-    return max(generate_prefill_buckets(bucket // 2), default=4)
+def _lower_ladder(bucket: int, settings: CaptureSettings) -> str | None:
+    """The option for a ladder of at most half of `bucket`: a ceiling, or the buckets where those were given."""
+    ceiling = generate_prefill_buckets(bucket // 2)[-1:]
+    if settings.buckets is None:
+        return f"--max-tokens {ceiling[0]}" if ceiling else None
+    smaller = [each for each in settings.buckets if each <= bucket // 2] or ceiling
+    return f"--buckets {','.join(map(str, smaller))}" if smaller else None
 
 
 def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:

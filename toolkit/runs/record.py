@@ -40,11 +40,12 @@ class ReplayCheck(_Part):
 
     `bit_equal`: replayed output and KV equal an eager pass over the same padded batch in every bit.
     `max_abs_diff`: largest difference of a last hidden state to the UNPADDED eager result, as a share of the
-    largest magnitude there; it must stay within `tolerance`. `next_token` comes from replayed graphs.
+    largest magnitude there, None where a result was no number; it must stay within `tolerance`. `next_token`
+    comes from replayed graphs.
     """
 
     bit_equal: bool
-    max_abs_diff: float
+    max_abs_diff: float | None
     tolerance: float | None = None
     tokens_checked: int
     prompt: str | None = None

@@ -73,6 +73,8 @@ def _what_happened(record: RunRecord) -> str:
     if record.outcome == "skipped":
         return f"Skipped: no prefill graph was captured. Prefill is served by {record.runner or NA}."
     if record.outcome == "oom":
+        if not _reached_capture(record):
+            return "Out of memory before the capture began: no prefill graph was captured."
         at = NA if record.oom_bucket is None else f"{record.oom_bucket} tokens"
         return (
             f"Out of memory at bucket {at}, after {_buckets(count)} had been captured. "
@@ -93,9 +95,13 @@ def _who_decided(record: RunRecord) -> str:
         return f"Decided by a guard ({code}): a compatibility rule, asked before the policy ({policy})."
     if record.outcome in ("captured", "skipped"):
         return f"Decided by the policy {policy}" + (f" ({code})." if code not in (None, policy) else ".")
-    if record.outcome == "oom":
+    if record.outcome == "oom" and _reached_capture(record):
         return f"Decided by the policy {policy}: it let the capture start. Running out of memory is no decision."
     return f"The policy was {policy}; what ended the run was no decision of it."
+
+
+def _reached_capture(record: RunRecord) -> bool:
+    return bool(record.buckets) or record.oom_bucket is not None
 
 
 def _replay_words(check: ReplayCheck | None) -> str:
@@ -103,7 +109,8 @@ def _replay_words(check: ReplayCheck | None) -> str:
         return "Replay was not checked against eager in this run."
     exact = "bit-equal to" if check.bit_equal else "not bit-equal to"
     words = f"Replay check over {check.tokens_checked} tokens: {exact} eager on the same padded batch; "
-    words += f"largest difference to unpadded eager {check.max_abs_diff:.3g}"
+    largest = "n/a" if check.max_abs_diff is None else f"{check.max_abs_diff:.3g}"
+    words += f"largest difference to unpadded eager {largest}"
     words += "." if check.tolerance is None else f" (tolerance {check.tolerance:.3g})."
     if check.next_token is not None:
         words += f" Prompt {check.prompt!r} was continued with {check.next_token!r}."
@@ -191,7 +198,7 @@ def _run(number: int, record: RunRecord, figures: _Figures) -> Iterator[str]:
 
 def _evidence(record: RunRecord, figures: _Figures) -> Iterator[str]:
     """Figures, each with the table of what it shows. An empty figure is left out; the table says so."""
-    if record.buckets or record.oom_bucket is not None:
+    if _reached_capture(record):
         yield figures.show(plots.plot_memory(record))
         yield figures.show(plots.plot_capture_time(record))
     yield _table(frames.display_table(frames.bucket_table(record)), "Buckets captured")

@@ -239,7 +239,7 @@ def numbers(values: Sequence[float | None]) -> list[float]:
 
 def paper() -> dict[str, Any]:
     """White behind words, so that no hatch or line runs through them."""
-    return {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
+    return {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 
 
 def marker_size(count: int) -> float:

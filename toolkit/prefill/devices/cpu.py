@@ -277,7 +277,7 @@ class CpuDevice:
     def run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one ATen call, charge what it made, and record it when a tape is open."""
         if self.recording is not None:
-            check_capturable(func, args)
+            check_capturable(func, args, kwargs)
         if func in _ATTENTION_OPS:
             self.allocator.free(self._charge(declared_workspace_bytes(args), self._pool_key))
         result = func(*args, **kwargs)

@@ -22,10 +22,16 @@ _HOST_READS = frozenset(
         torch.ops.aten.nonzero.default,
         torch.ops.aten.masked_select.default,
         torch.ops.aten.equal.default,
+        torch.ops.aten.allclose.default,
         torch.ops.aten.is_nonzero.default,
+        torch.ops.aten._unique2.default,
+        torch.ops.aten.unique_dim.default,
+        torch.ops.aten.unique_consecutive.default,
+        torch.ops.aten.unique_dim_consecutive.default,
+        torch.ops.aten.bincount.default,
     }
 )
-"""Calls whose result the host reads. CUDA refuses them in a capture, so the tape does too."""
+"""Calls whose result, or its size, the host reads. CUDA refuses them in a capture, so the tape does too."""
 
 _INDEXING = frozenset(
     {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
@@ -146,9 +152,10 @@ class Tape:
             raise CaptureError(f"segments must be replayed in the order they were captured ({error})") from None
 
 
-def check_capturable(function: Any, args: tuple[Any, ...]) -> None:
+def check_capturable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises CaptureError for a call that reads device results on the host, as CUDA does in a capture."""
-    if function in _HOST_READS or (function in _INDEXING and _has_mask_index(args)):
+    repeats = function is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    if repeats or function in _HOST_READS or (function in _INDEXING and _has_mask_index(args)):
         raise CaptureError(
             f"{function} reads a result on the host, which a capture cannot record; keep it out of the model body"
         )

@@ -1,0 +1,104 @@
+"""Advice: what to do next after each outcome, and that what it says can be done."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InvalidInput
+from toolkit.ladder import generate_prefill_buckets
+from toolkit.runs.advice import advise
+from toolkit.settings import CaptureSettings
+
+
+def advice(outcome: str, code: str | None = None, *, settings: dict[str, Any] | None = None, **facts: Any) -> list[str]:
+    fields = {"outcome": outcome, "reason_code": code, **facts}
+    return advise(fields, CaptureSettings.create(**(settings or {})))
+
+
+def options(lines: list[str]) -> dict[str, str]:
+    """Options that the advice names with a value, by name."""
+    return dict(re.findall(r"--([a-z-]+) ([\w.]+)", " ".join(lines)))
+
+
+def test_success_needs_no_advice() -> None:
+    assert advice("captured") == []
+    assert advice("cancelled", "cancelled") == []
+    assert advice("crashed") == []
+
+
+def test_out_of_memory_names_every_way_out() -> None:
+    lines = advice("oom", "out_of_memory", oom_bucket=8192, mem_fraction_static=0.97)
+    assert options(lines) == {"max-tokens": "4096", "mem-fraction": "0.920", "backend": "disabled"}
+    assert "small buckets does not help" in lines[0]
+
+
+def test_with_free_memory_given_more_of_it_is_advised() -> None:
+    lines = advice("oom", "out_of_memory", settings={"free_memory_gib": 0.5}, oom_bucket=64)
+    assert options(lines) == {"max-tokens": "32", "free-memory": "1", "backend": "disabled"}
+
+
+def test_out_of_memory_before_the_capture_says_nothing_of_buckets() -> None:
+    lines = advice("oom", "out_of_memory_before_capture", oom_bucket=None, mem_fraction_static=0.9)
+    assert "max-tokens" not in options(lines)
+    assert options(lines)["mem-fraction"] == "0.850"
+
+
+def test_weights_that_exceed_the_fraction_need_a_higher_one_not_a_lower() -> None:
+    (line,) = advice("oom", "no_memory_for_kv", mem_fraction_static=0.1)
+    assert line.startswith("raise --mem-fraction")
+
+
+@given(st.integers(1, 1 << 20), st.none() | st.floats(0.05, 0.99), st.none() | st.floats(0.01, 100))
+def test_whatever_ran_out_the_advice_can_be_followed(bucket: int, fraction: float | None, free: float | None) -> None:
+    given_free = {} if free is None else {"free_memory_gib": free}
+    lines = advice("oom", "out_of_memory", settings=given_free, oom_bucket=bucket, mem_fraction_static=fraction)
+    named = options(lines)
+    assert lines
+    if bucket > 7:
+        ceiling = int(named["max-tokens"])
+        assert ceiling <= bucket // 2
+        assert generate_prefill_buckets(ceiling)[-1] == ceiling  # a bucket, so that nothing is cut silently
+    if fraction is not None and "mem-fraction" in named:
+        assert 0 < float(named["mem-fraction"]) < fraction
+    if free is not None:
+        assert float(named["free-memory"]) > free
+
+
+def test_the_gate_s_skip_names_both_ways_around_it() -> None:
+    lines = advice("skipped", "gate_low_memory", settings={"policy": "gated"})
+    assert options(lines) == {"backend": "breakable", "policy": "ungated"}
+
+
+@pytest.mark.parametrize("code", ["disabled", "no_layers", "non_standard_gqa"])
+def test_a_skip_that_was_asked_for_or_cannot_be_helped_gives_no_advice(code: str) -> None:
+    assert advice("skipped", code) == []
+
+
+def test_a_replay_that_disagrees_is_not_to_be_served() -> None:
+    (line,) = advice("failed", "replay_mismatch")
+    assert line.startswith("do not serve with these graphs")
+    assert advice("failed", "unexpected_error") == []
+
+
+@pytest.mark.parametrize(
+    ("buckets", "oom_bucket", "advised"),
+    [((8, 16, 2048, 4096), 4096, "8,16,2048"), ((8, 16, 2048, 4096), 2048, "8,16"), ((4096,), 4096, "2048")],
+)
+def test_a_ladder_given_bucket_by_bucket_is_lowered_the_same_way(
+    buckets: tuple[int, ...], oom_bucket: int, advised: str
+) -> None:
+    with pytest.raises(InvalidInput):  # so a ceiling would be bad advice
+        CaptureSettings.create(buckets=buckets, max_tokens=2048)
+    lines = advice("oom", "out_of_memory", settings={"buckets": buckets}, oom_bucket=oom_bucket)
+    assert f"--buckets {advised} " in lines[0]
+    assert "max-tokens" not in options(lines)
+
+
+@pytest.mark.parametrize(("settings", "bucket"), [({"buckets": (1, 4)}, 1), ({"max_tokens": 4}, 4)])
+def test_when_the_smallest_bucket_does_not_fit_no_smaller_one_is_advised(settings: dict[str, Any], bucket: int) -> None:
+    assert options(advice("oom", "out_of_memory", settings=settings, oom_bucket=bucket)) == {"backend": "disabled"}
