@@ -210,7 +210,7 @@ def next_token(runner: PrefillCudaGraphRunner, prompt: str) -> tuple[str | None,
     """(the next token as text, why) for a prompt, from replayed graphs only; None when it would run eager."""
     model_runner = runner.model_runner
     if model_runner.tokenizer is None:
-        return None, "the model has random weights and no tokenizer, so no prompt can be run"
+        return None, "the model came without a tokenizer, as random weights do, so no prompt can be run"
     tokens = tuple(model_runner.tokenizer(prompt)["input_ids"])
     if len(tokens) > model_runner.kv_pool.free_slots:
         return None, f"the prompt has {len(tokens)} tokens, more than the KV pool holds"

@@ -49,14 +49,12 @@ def compute_attention_and_moe_layers(body: Any) -> tuple[list[Any], list[Any]]:
 
 def model_geometry(config: Any) -> list[LayerGeometry]:
     """What each attention layer stores, by one forward of a weightless copy of the model on the meta device."""
-    from transformers import AutoModelForCausalLM
-
     from toolkit.prefill.attention import ATTENTION_NAME, register_attention
+    from toolkit.weights import meta_model
 
     register_attention()
-    with torch.device("meta"):
-        # bf16 whatever the model runs in: the meta kernel of grouped_mm (mixtures of experts) takes nothing else.
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    # bf16 whatever the model runs in: the meta kernel of grouped_mm (mixtures of experts) takes nothing else.
+    model = meta_model(config, torch.bfloat16, ATTENTION_NAME)
     body = resolve_language_model(model)
     return probe_geometry(body) if body is not None and hasattr(body, "layers") else []
 

@@ -137,9 +137,23 @@ class _Run:
             self.note(
                 "memory of the graphs is n/a: compiled code ran in the pool, whose inside the CPU device cannot see"
             )
-        self._check(runner)
+        self._try("the comparison of replays with eager", self._check, runner)
         if self.fields["outcome"] == "captured":
-            self._speed(runner)
+            self._try("the time of replays against eager", self._speed, runner)
+
+    def _try(self, what: str, step: Callable[[PrefillCudaGraphRunner], None], runner: PrefillCudaGraphRunner) -> None:
+        """Look at what was captured. Eager passes may not fit beside the graphs: that is no fault of the graphs."""
+        try:
+            step(runner)
+        except Exception as error:
+            if not self.device.is_out_of_memory(error):
+                words = one_line(f"{type(error).__name__}: {error}")[:500]
+                return self._end("failed", "replay_error", f"captured, but {what} failed: {words}")
+            words = one_line(str(error))
+        else:
+            return None
+        self.device.empty_cache()  # out here the failed pass is gone, and what it held with it
+        self.note(f"{what} is n/a: an eager pass does not fit beside the graphs ({words})")
 
     def _check(self, runner: PrefillCudaGraphRunner) -> None:
         from toolkit.prefill.check import check_replays, next_token

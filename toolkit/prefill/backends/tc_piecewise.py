@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Interpreter, Node
@@ -67,7 +68,7 @@ class TcPiecewiseBackend(BreakableBackend):
         self._compiled(*inputs)
 
     def run_padded(self, batch: PackedBatch, num_tokens: int) -> None:
-        """Same pieces, same shapes, no graph."""
+        """Same pieces, same shapes, no graph. The first call compiles."""
         with torch.no_grad(), forward_context(self.context(batch, num_tokens)):
             self.run_body(num_tokens)
 
@@ -161,7 +162,8 @@ def _compile_inductor(
     """Pieces compiled by inductor: nobody sees inside, so the device calls each as one."""
     compiler = _InductorInterpreter(split, names)
     fake_mode = detect_fake_mode(fake_inputs)
-    with fake_mode if fake_mode is not None else nullcontext():
+    # Python's decompositions keep sizes symbolic where C++ ones tie them to this trace (matmul, torch 2.11).
+    with fake_mode if fake_mode is not None else nullcontext(), enable_python_dispatcher():
         compiler.run(*fake_inputs)
     call = backend.runner.device.call_compiled
     return {name: partial(_call_piece, call, piece) for name, piece in compiler.compiled.items()}

@@ -37,6 +37,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured = False
         self._nodes: int | None = None
+        self._pool: tuple[int, int] | None = None
 
     @property
     def node_count(self) -> int | None:
@@ -55,6 +56,7 @@ class CudaGraph:
             raise CaptureError("a capture must begin inside device.capturing(), on its stream")
         # keep_graph: the raw graph is kept until its nodes are counted; it is instantiated in `end`.
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._pool = pool.handle
         self._graph.capture_begin(pool=cast(Any, pool.handle))
         self._device.open_graph = self
 
@@ -72,9 +74,14 @@ class CudaGraph:
         """End a capture that failed; whatever the driver says about it no longer matters."""
         if self._device.open_graph is self:
             self._device.open_graph = None
-            with contextlib.suppress(RuntimeError):
+            try:
                 assert self._graph is not None
                 self._graph.capture_end()
+            except RuntimeError:
+                # Up to torch 2.11 an invalidated capture leaves the allocator recording into the pool, and
+                # nothing is ever given back to the driver again.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         with contextlib.suppress(RuntimeError):
             if self._graph is not None:
                 self._graph.reset()
@@ -94,6 +101,7 @@ class CudaDevice:
     bit_exact = False
 
     def __init__(self, index: int) -> None:
+        self.index = index
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         torch.empty(1, device=self.torch_device)  # creates the context, so that the baseline includes it
