@@ -16,7 +16,7 @@ from toolkit.prefill.batch import StaticBuffers
 from toolkit.prefill.kv_pool import KVPool, LayerGeometry, bytes_per_token
 from toolkit.prefill.model_runner import ModelRunner, model_geometry
 from toolkit.settings import Backend, CaptureSettings
-from toolkit.weights import load_model
+from toolkit.weights import load_model, meta_model
 
 if TYPE_CHECKING:
     from toolkit.prefill.devices.base import Device
@@ -54,8 +54,14 @@ def build_model_runner(
     ledger = built.ledger = {"total_gib": device.total_bytes / GIB}
     baseline = device.free_bytes()
     ledger["context_gib"] = (device.total_bytes - baseline) / GIB
-    stage("load weights", source.id)
     dtype = getattr(torch, settings.dtype)
+    geometry = model_geometry(config)
+    if settings.free_memory_gib is not None:
+        # What cannot be left free is refused now, not after a minute of loading.
+        parameters = meta_model(config, dtype, register_attention()).parameters()
+        weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        _kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
+    stage("load weights", source.id)
     loaded = load_model(
         source,
         weights=settings.weights,
@@ -70,7 +76,7 @@ def build_model_runner(
     device.empty_cache()
     after_weights = device.free_bytes()
     ledger["weights_gib"] = _tensor_gib(weights)
-    runner = _allocate(settings, device, sizes, config, loaded, (baseline, after_weights), ledger, stage)
+    runner = _allocate(settings, device, sizes, geometry, config, loaded, (baseline, after_weights), ledger, stage)
     built.runner = runner
     return runner
 
@@ -79,6 +85,7 @@ def _allocate(
     settings: CaptureSettings,
     device: Device,
     sizes: Sizes,
+    geometry: list[LayerGeometry],
     config: Any,
     loaded: Any,
     free: tuple[int, int],
@@ -86,7 +93,6 @@ def _allocate(
     stage: Callable[[str, str | None], None],
 ) -> ModelRunner:
     dtype = getattr(torch, settings.dtype)
-    geometry = model_geometry(config)
     max_tokens = max(sizes.buckets, default=1)
     baseline, after_weights = free
     tokens = _kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)

@@ -18,6 +18,11 @@ def advise(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
 def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
         return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
+    if fields.get("reason_code") == "out_of_memory_before_capture":
+        return [
+            "weights, KV pool and static buffers do not fit: use a device with more memory (on the CPU: "
+            "--device-memory), a smaller model, or a lower --mem-fraction if the KV pool was the one too large"
+        ]
     advice = []
     fraction, bucket = fields.get("mem_fraction_static"), fields.get("oom_bucket")
     ladder = _lower_ladder(bucket, settings) if bucket else None

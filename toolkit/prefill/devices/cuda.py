@@ -37,7 +37,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured = False
         self._nodes: int | None = None
-        self._pool: tuple[int, int] | None = None
+        self._pool: tuple[int, int] = (0, 0)
 
     @property
     def node_count(self) -> int | None:
