@@ -1,4 +1,4 @@
-"""Replay against eager on the same padded batch, side by side in one run. Prints ratios; no absolute time is asserted."""
+"""Replay against eager on the same padded batch, side by side in one run. Prints ratios; asserts no time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_replay_is_no_slower_than_eager(
     middle = median(ratios)
     with capsys.disabled():
         print(
-            f"\nreplay / eager on the same padded batch, {bucket} tokens, SmolLM2-135M bf16, cpu (accounted), 1 thread: "
+            f"\nreplay / eager, same padded batch, {bucket} tokens, SmolLM2-135M bf16, cpu (accounted), 1 thread: "
             f"median {middle:.3f} of {len(ratios)} interleaved pairs ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     assert middle <= MUCH_SLOWER
