@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -125,6 +127,40 @@ def _replace_folder(folder: Path, source: str, needs_bytes: int, write: Callable
         temporary.rename(folder)
     finally:
         sweep()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent, also after a power cut: temporary, fsync, rename.
+
+    The temporary name is short, because that of `path` may be as long as names can be. Raises OSError and leaves
+    nothing behind; what stood at `path` before is still there then.
+    """
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Best effort: some file systems refuse to sync a folder, and the file itself is already safe.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 # --- the hub ------------------------------------------------------------------------------------------------

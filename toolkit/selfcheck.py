@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import StorageError
+from toolkit.resources import write_whole
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore
 from toolkit.runs.worker import child_environment, run_capture
@@ -207,10 +208,10 @@ def _write_results(out: Path, steps: Iterable[Step], records: list[RunRecord]) -
         _write_json(out / "memory_by_pool.json", pools)
         for record in records:
             for plot in (plot_memory, plot_capture_time, plot_speed) if record.buckets else ():
-                (out / f"{record.id}-{plot.__name__}.png").write_bytes(figure_png(plot(record)))
+                write_whole(out / f"{record.id}-{plot.__name__}.png", figure_png(plot(record)))
     except OSError as error:
         raise StorageError(f"results could not be written to {out.name} ({error.strerror})") from None
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    write_whole(path, (json.dumps(value, indent=1) + "\n").encode())

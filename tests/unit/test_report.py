@@ -13,7 +13,7 @@ from synthetic_records import made_up_record, oom_record, skipped_record
 from toolkit.errors import InvalidInput, StorageError
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.runs.record import ReplayCheck, RunRecord
-from toolkit.views import plots, report
+from toolkit.views import plots
 from toolkit.views.report import verdict, write_report
 
 VOID = {"meta", "img", "br"}
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_old_report(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left on device") as caught:
         write_report([made_up_record()], path, "t")
     assert "\n" not in str(caught.value)

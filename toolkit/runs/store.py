@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput, RecordError, StorageError
+from toolkit.resources import write_whole
 from toolkit.runs.record import RunRecord
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class RunStore:
             raise RecordError(f"run {record.id} cannot be written as JSON ({error})") from None
         try:
             with _made(self.folder):
-                _write_whole(path, content)
+                write_whole(path, content)
         except OSError as error:
             where = f"run {record.id} was not saved in {str(self.folder)!r}"
             raise StorageError(f"{where}: {error.strerror}") from None
@@ -253,33 +254,3 @@ def _made(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 place.rmdir()
         raise
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is complete or absent, also after a power cut: temporary, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        try:
-            left = memoryview(content)
-            while left:
-                left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Best effort: some file systems refuse to sync a folder, and the record itself is already safe.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

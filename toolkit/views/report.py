@@ -7,16 +7,14 @@ in words, then the figures, then everything they were made with.
 from __future__ import annotations
 
 import base64
-import contextlib
 import html
 import json
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput, StorageError, one_line
+from toolkit.resources import write_whole
 from toolkit.runs.record import ReplayCheck, RunRecord
 from toolkit.views import frames, plots
 from toolkit.views.frames import NA, memory_words
@@ -44,7 +42,7 @@ def write_report(records: Sequence[RunRecord], path: Path, title: str) -> Path:
     content = _page(records, title).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, content)
+        write_whole(path, content)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         why = getattr(error, "strerror", None) or str(error)
         raise StorageError(one_line(f"the report was not written to {str(path)!r}: {why}")) from None
@@ -292,18 +290,3 @@ def _log(caption: str, lines: object) -> str:
     if len(text) > _LOG_CHARACTERS:
         text = f"... ({len(text) - _LOG_CHARACTERS} characters left out)\n{text[-_LOG_CHARACTERS:]}"
     return f'<h3>{_e(caption)}</h3>\n<pre tabindex="0">{_e(text)}</pre>'
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Beside the target first, then renamed over it. The temporary name is short: `path` may be long."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
