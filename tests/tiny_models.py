@@ -106,7 +106,10 @@ def make_runner(
     pool = KVPool(device, layers, kv_tokens, dtype)
     buffers = StaticBuffers(device, layers, max(buckets, default=1), model.config.hidden_size, dtype)
     defaults = {"context_length": model.config.max_position_embeddings, "request_slots": 4, "max_context": 64}
-    return ModelRunner(device, model, pool, buffers, tuple(buckets), backend, **{**defaults, **fields})
+    runner = ModelRunner(device, model, pool, buffers, tuple(buckets), backend, **{**defaults, **fields})
+    if backend == "full":
+        _ = runner.static_attention  # charged before the capture
+    return runner
 
 
 def tiny_runner(model_type: str = "llama", *, dtype: torch.dtype = torch.float32, **options: Any) -> ModelRunner:

@@ -128,7 +128,11 @@ def as_unavailable(name: str) -> Iterator[None]:
         yield
     except (PrefillLabError, torch.OutOfMemoryError):
         raise
+    except MemoryError:
+        raise
     except Exception as error:  # of Transformers, safetensors, gguf or torch, about somebody's files
+        if "annot allocate memory" in str(error) or "can't allocate memory" in str(error):
+            raise torch.OutOfMemoryError(f"this machine ran out of main memory: {short(error)}") from error
         raise ModelUnavailable(
             f"model {name!r} cannot be loaded: {type(error).__name__}: {short(error)}",
             "causal decoders whose safetensors or GGUF weights match their config",

@@ -28,6 +28,7 @@ SourceKind = Literal["catalogue", "folder", "config", "gguf", "hub"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Hub model types whose code lives under another name in Transformers. Their own code is never run.
+_MAX_LAYERS = 1024  # the deepest published decoders have a few hundred
 _SAME_CODE_AS = {"kimi_k2": "deepseek_v3"}
 
 
@@ -311,7 +312,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _config_from_facts(facts: dict[str, Any], name: str) -> PretrainedConfig:
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     # `for_model` keeps the very lists and dictionaries it is given, and the catalogue's must not change.
     facts = copy.deepcopy(facts)
@@ -322,14 +323,19 @@ def _config_from_facts(facts: dict[str, Any], name: str) -> PretrainedConfig:
         return _config_from_facts(text, name)
     model_type = _SAME_CODE_AS.get(model_type, model_type)
     facts.pop("auto_map", None)  # names of remote code, which is never run
+    # Transformers writes infinities as {"__float__": "Infinity"} and reads them back only from files.
+    decode = getattr(PretrainedConfig, "_decode_special_floats", lambda value: value)
     try:
-        config: PretrainedConfig = AutoConfig.for_model(model_type, **facts).get_text_config()
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **decode(facts)).get_text_config()
     except Exception as error:  # validation errors of many kinds, from code that reads somebody's file
         raise ModelUnavailable(
             f"the config of {name!r} (model_type {model_type!r}) is refused by Transformers ({short(error)})",
             "a config.json of an architecture that Transformers has",
             "check the file or update Transformers",
         ) from None
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MAX_LAYERS:
+        raise ModelUnavailable(f"the config of {name!r} has {layers} layers", f"up to {_MAX_LAYERS}", "check the file")
     if "quantization_config" in facts:  # said of the whole model, and so of its text decoder
         config.quantization_config = facts["quantization_config"]
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Whatever a person can get wrong ends with one line on standard error; a traceback is always a bug.
     """
+    # A stream that was closed (`>&-`) is None here: what would be written there goes nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # A model name must not break an ASCII terminal.

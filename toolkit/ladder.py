@@ -37,7 +37,9 @@ def parse_buckets(text: str) -> list[int]:
     for part in text.split(","):
         word = part.strip()
         if not word.isascii() or not word.isdigit():
-            raise InvalidInput(f"bucket {word!r} is not a number", allowed, "for example --buckets 8,16,32")
+            raise InvalidInput(f"bucket {word[:40]!r} is not a number", allowed, "for example --buckets 8,16,32")
+        if len(word) > len(str(MAX_BUCKET_TOKENS)) + 20:
+            raise InvalidInput(f"bucket {word[:20]}... is out of range", allowed, "for example --buckets 8,16,32")
         buckets.add(int(word))
     return check_buckets(buckets)
 

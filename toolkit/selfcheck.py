@@ -60,6 +60,9 @@ def run_selfcheck(device: str, out: Path) -> int:
         steps.append(step)
         store.save(record)
         _say(step)
+        if record.outcome == "cancelled":
+            print("selfcheck was interrupted; what was done so far is kept")
+            return 1
     for name, reason in skipped_steps(device):
         steps.append(Step(name, "skipped", reason, 0.0))
         _say(steps[-1])
@@ -151,9 +154,14 @@ def _contract_steps(device: str) -> list[Step]:
     """The seam's contract, in a child of its own so that this process never holds memory on the device."""
     command = [sys.executable, "-P", "-c", "import toolkit.selfcheck as s, sys; s.contract_child(sys.argv[1])", device]
     start = time.monotonic()
-    child = subprocess.run(
-        command, capture_output=True, text=True, timeout=CONTRACT_TIMEOUT_S, env=child_environment(), check=False
-    )
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=CONTRACT_TIMEOUT_S, env=child_environment(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        step = Step("contract", "failed", f"no end after {CONTRACT_TIMEOUT_S} s", time.monotonic() - start)
+        _say(step)
+        return [step]
     lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     if lines and "refused" in lines[0]:
         from toolkit.errors import DeviceUnavailable

@@ -13,6 +13,7 @@ from toolkit.errors import InvalidInput
 
 LockedKeys = frozenset[tuple[str, str]]
 MAX_BUCKET_TOKENS = 1 << 20
+MIN_DEVICE_GIB, MAX_DEVICE_GIB = 0.001, 4096.0
 
 
 def check_buckets(buckets: Sequence[int] | set[int]) -> list[int]:
@@ -76,6 +77,9 @@ class ModelChoice(_Concern):
     def _check_model(self) -> Self:
         if not self.model.strip():
             raise InvalidInput("the model is empty", "a catalogue id, a local path or a hub id", "--model smollm2-135m")
+        for name, text in (("model", self.model), ("prompt", self.prompt or "")):
+            if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise InvalidInput(f"the {name} is not text: it holds bytes that are not UTF-8", "UTF-8 text")
         if self.prompt is not None and not self.prompt.strip():
             raise InvalidInput("the prompt is empty", "any text", 'for example --prompt "The capital of France is"')
         return self
@@ -92,9 +96,10 @@ class DeviceChoice(_Concern):
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise InvalidInput(f"device {self.device!r} is unknown", "auto, cpu, cuda or cuda:N", "try --device auto")
         _positive("device memory (GiB)", self.device_memory_gib, "--device-memory 8")
-        if self.device_memory_gib > 4096:
+        if not MIN_DEVICE_GIB <= self.device_memory_gib <= MAX_DEVICE_GIB:
             raise InvalidInput(
-                f"device memory {self.device_memory_gib:g} GiB is out of range", "above 0, up to 4096 GiB"
+                f"device memory {self.device_memory_gib:g} GiB is out of range",
+                f"{MIN_DEVICE_GIB:g} to {MAX_DEVICE_GIB:g} GiB",
             )
         return self
 
@@ -115,6 +120,10 @@ class MemoryChoice(_Concern):
                 "for example --mem-fraction 0.85",
             )
         _positive("free memory (GiB)", self.free_memory_gib, "--free-memory 3.99")
+        if self.free_memory_gib is not None and self.free_memory_gib > MAX_DEVICE_GIB:
+            raise InvalidInput(
+                f"free memory {self.free_memory_gib:g} GiB is out of range", f"up to {MAX_DEVICE_GIB:g} GiB"
+            )
         if fraction != "auto" and self.free_memory_gib is not None:
             raise InvalidInput(
                 "--free-memory and --mem-fraction exclude each other",
@@ -190,4 +199,13 @@ def _as_invalid_input(error: ValidationError) -> InvalidInput:
     name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int)) or "settings"
     if first["type"] == "extra_forbidden":
         return InvalidInput(f"setting {name!r} is unknown", f"settings are {', '.join(CaptureSettings.model_fields)}")
-    return InvalidInput(f"{name.split('.')[0]} {first['input']!r} cannot be used", str(first["msg"]))
+    return InvalidInput(f"{name.split('.')[0]} {_shown(first['input'])} cannot be used", str(first["msg"]))
+
+
+def _shown(value: object) -> str:
+    """A value as written, at a length a line can bear."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "with thousands of digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -261,6 +261,24 @@ def _refuse_unusable(folder: Path, name: str) -> None:
     raise ModelUnavailable(what, "real weights are safetensors or GGUF", next_step)
 
 
+def check_weights(source: ModelSource, weights: Weights = "auto") -> None:
+    """Look at a folder's files without loading them, so that what cannot be used is refused at once.
+
+    Raises:
+        ModelUnavailable: pickles only, missing or damaged safetensors files.
+    """
+    if source.kind != "folder" or resolve_weights(source, weights) == "random":
+        return
+    from safetensors import safe_open
+
+    assert source.path is not None
+    _refuse_unusable(source.path, source.id)
+    with as_unavailable(source.id):
+        for file in _weight_files(source.path):
+            with safe_open(file, framework="pt"):
+                pass
+
+
 def _load_folder(
     folder: Path,
     config: PretrainedConfig,

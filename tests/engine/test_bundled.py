@@ -161,7 +161,7 @@ def test_a_failed_write_leaves_what_was_there(private_cache: Path) -> None:
     with pytest.raises(StorageError) as caught:
         cached_folder("models/x", "v2", 600_000_000, fail)
     message = str(caught.value)
-    assert "No space left on device" in message and "PREFILL_LAB_CACHE" in message and "0.6 GB" in message
+    assert "No space left on device" in message and "PREFILL_LAB_CACHE" in message and "0.6 GiB" in message
     assert "\n" not in message
     assert _names(made.parent) == [".x.lock", "x"] and is_cached("models/x", "v1")
 

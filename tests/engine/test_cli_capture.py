@@ -124,7 +124,7 @@ def test_a_device_that_is_not_there_is_bad_input(runs_dir: Path) -> None:
 
 @engine
 def test_the_engine_killed_in_mid_capture_leaves_a_record_and_a_working_machine() -> None:
-    settings = CaptureSettings.create(device="cpu", weights="random", max_tokens=1024)
+    settings = CaptureSettings.create(device="cpu", weights="random", max_tokens=256)
     with CaptureJob(settings).start() as job:
         done = 0
         for event in job.events():
@@ -143,14 +143,14 @@ def test_the_engine_killed_in_mid_capture_leaves_a_record_and_a_working_machine(
 
 @engine
 def test_the_engine_stops_between_two_buckets_when_asked() -> None:
-    settings = CaptureSettings.create(device="cpu", weights="random", max_tokens=2048)
+    settings = CaptureSettings.create(device="cpu", weights="random", max_tokens=512)
     with CaptureJob(settings).start() as job:
         for event in job.events():
             if event["event"] == "bucket":
                 job.cancel(grace_s=60)
         record = job.wait(60)
-    assert (record.outcome, record.runner, record.signal) == ("cancelled", None, None)
-    assert 1 <= len(record.buckets) < 42
+    assert (record.outcome, record.runner, record.signal) == ("cancelled", None, None), record.reason
+    assert 1 <= len(record.buckets) < 30
 
 
 # --- the command itself -------------------------------------------------------------------------------------

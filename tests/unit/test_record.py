@@ -70,8 +70,19 @@ def test_a_newer_schema_is_refused_by_its_number() -> None:
         RunRecord.from_json(json.dumps(newer))
 
 
-def test_what_is_not_a_number_becomes_null() -> None:
-    assert json.loads(made_up_record(free_after_gib=float("nan")).to_json())["free_after_gib"] is None
+@pytest.mark.parametrize("figure", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_a_figure_that_is_no_number_is_refused(figure: str) -> None:
+    text = made_up_record().to_json().replace('"free_before_gib": 3.97', f'"free_before_gib": {figure}', 1)
+    assert figure in text
+    with pytest.raises(RecordError, match="free_before_gib"):
+        RunRecord.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 300_000, '{"schema_version": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"])
+def test_json_too_deep_to_read_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        RunRecord.from_json(text)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

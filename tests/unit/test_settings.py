@@ -116,3 +116,19 @@ def test_settings_cannot_be_changed_in_place() -> None:
     settings = CaptureSettings.create()
     with pytest.raises(ValueError):
         settings.policy = "gated"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"prompt": "caf\udce9"},
+        {"model": "\udce9"},
+        {"free_memory_gib": 1e308},
+        {"device_memory_gib": 1e-320},
+        {"buckets": (10**5000,)},
+    ],
+)
+def test_extreme_choices_are_refused_in_one_short_line(choices: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        CaptureSettings.create(**choices)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

@@ -111,8 +111,8 @@ class StaticBuffers:
         self.position_ids = device.empty((max_tokens,), torch.int64)
         self.slot_mapping = device.empty((max_tokens,), torch.int64)
         self.hidden = device.empty((max_tokens, hidden_size), dtype)
-        self.queries = device.empty((max_tokens * max(x.q_heads * x.k_dim for x in layers),), dtype)
-        self.attended = device.empty((max_tokens * max(x.q_heads * x.v_dim for x in layers),), dtype)
+        self.queries = device.empty((max_tokens * max((x.q_heads * x.k_dim for x in layers), default=0),), dtype)
+        self.attended = device.empty((max_tokens * max((x.q_heads * x.v_dim for x in layers), default=0),), dtype)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from toolkit.prefill.batch import StaticBuffers
 from toolkit.prefill.kv_pool import KVPool, LayerGeometry, bytes_per_token
 from toolkit.prefill.model_runner import ModelRunner, model_geometry
 from toolkit.settings import Backend, CaptureSettings
-from toolkit.weights import load_model, meta_model
+from toolkit.weights import check_weights, load_model, meta_model
 
 if TYPE_CHECKING:
     from toolkit.prefill.devices.base import Device
@@ -61,6 +61,7 @@ def build_model_runner(
         parameters = meta_model(config, dtype, register_attention()).parameters()
         weight_bytes = sum(parameter.nbytes for parameter in parameters)
         _kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
+    check_weights(source, settings.weights)
     stage("load weights", source.id)
     loaded = load_model(
         source,
@@ -108,7 +109,7 @@ def _allocate(
         buffers=buffers,
         buckets=sizes.buckets,
         backend=settings.resolved_backend.value,
-        context_length=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+        context_length=_context_length(config),
         policy=settings.policy,
         role=settings.role,
         compiler=settings.compiler,
@@ -128,6 +129,12 @@ def _allocate(
     ledger["ballast_gib"] = _leave_free(settings, device)
     ledger["free_before_capture_gib"] = device.free_bytes() / GIB
     return runner
+
+
+def _context_length(config: Any) -> int:
+    """The longest request: what the model takes, cut to one chunk where it attends in chunks (Llama 4)."""
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "attention_chunk_size"))
+    return min((int(limit) for limit in limits if limit), default=1 << 20)
 
 
 def _kv_tokens(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from toolkit.prefill.devices.base import Device
 
 
+_RECURRENT_MIXERS = ("mamba", "ssm", "linear_attn", "conv", "temporal_block")
+
+
 def resolve_language_model(model: Any) -> Any | None:
     """The decoder body inside `model`, or None when there is none (SGLang's name and meaning).
 
@@ -34,12 +37,14 @@ def resolve_language_model(model: Any) -> Any | None:
 def compute_attention_and_moe_layers(body: Any) -> tuple[list[Any], list[Any]]:
     """(attention modules, MoE modules) of the decoder layers, in order (SGLang's name and meaning).
 
-    Fewer attention modules than layers means that some layers do not apply standard GQA.
+    Fewer attention modules than layers means that some layers do not apply standard GQA. A layer that also
+    carries a recurrent mixer is not one that does: its state would leak between packed requests.
     """
     attention, moe = [], []
     for layer in getattr(body, "layers", []):
         module = getattr(layer, "self_attn", None)
-        if module is not None and hasattr(module, "layer_idx"):
+        recurrent = any(getattr(layer, name, None) is not None for name in _RECURRENT_MIXERS)
+        if module is not None and hasattr(module, "layer_idx") and not recurrent:
             attention.append(module)
         feed_forward = getattr(layer, "mlp", None)
         if feed_forward is not None and hasattr(feed_forward, "experts"):

@@ -194,5 +194,6 @@ def _guard_facts(runner: ModelRunner) -> GuardFacts:
         capture_tokens=min(requests * context, runner.kv_pool.num_tokens),
         has_layers=hasattr(body, "layers"),
         num_layers=len(getattr(body, "layers", ())),
-        num_attention_layers=len(attention),
+        # What the probe saw call attention: a mixer named like attention that never does is no attention.
+        num_attention_layers=min(len(attention), len(runner.kv_pool.layers)),
     )

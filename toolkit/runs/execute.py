@@ -157,7 +157,12 @@ class _Run:
 
     def _check(self, runner: PrefillCudaGraphRunner) -> None:
         from toolkit.prefill.check import check_replays, next_token
+        from toolkit.prefill.reference import check_reference
 
+        self.stage("compare with plain Transformers", "two packed requests")
+        reference = check_reference(runner.model_runner, self.built.vocabulary, self.settings.seed)
+        if reference.problem is not None:
+            return self._end("failed", "reference_mismatch", reference.problem)
         self.stage("check replays", f"{len(runner.ladder)} buckets, random order")
         result = check_replays(runner, self.built.vocabulary, self.settings.seed)
         token = None

@@ -79,7 +79,7 @@ def _scrub_value(value: Any, names: bool) -> Any:
 
 def _places() -> list[tuple[str, str]]:
     known = [
-        (os.getcwd(), "."),
+        (_working_folder(), "."),
         (tempfile.gettempdir(), "<tmp>"),
         (sys.prefix, "<python>"),
         (sys.base_prefix, "<python>"),
@@ -89,6 +89,13 @@ def _places() -> list[tuple[str, str]]:
     both = {form: sign for place, sign in reversed(known) for form in (place, os.path.realpath(place))}
     # The longest first, so that a folder at home is not cut in half; `/` itself would match everywhere.
     return sorted(((p, s) for p, s in both.items() if len(p) > 1), key=lambda pair: -len(pair[0]))
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted under the process
+        return ""
 
 
 def _names() -> Iterator[tuple[str, str]]:

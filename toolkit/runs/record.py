@@ -18,7 +18,8 @@ OUTCOME_EXIT_CODES: dict[str, int] = {
 
 class _Part(BaseModel):
     # `allow` keeps what a later minor version adds; a changed meaning raises SCHEMA_VERSION instead.
-    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
+    # A figure that is no number is None, never infinite.
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
 
 class BucketFigures(_Part):
@@ -112,7 +113,7 @@ class RunRecord(_Part):
         """A record from JSON. Raises RecordError when it is damaged or of a newer schema than this version reads."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{name} is not JSON ({error})", "a RunRecord written by prefill-lab") from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if not isinstance(version, int) or isinstance(version, bool):
@@ -124,8 +125,12 @@ class RunRecord(_Part):
                 "update prefill-lab to read it",
             )
         try:
-            return cls.model_validate(raw)
+            record = cls.model_validate(raw)
+            record.to_json()
+            return record
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise RecordError(f"{name} is not a RunRecord: {where}: {first['msg']}") from None
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{name} holds text that cannot be written again ({type(error).__name__})") from None

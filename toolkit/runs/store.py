@@ -53,7 +53,7 @@ class RunStore:
     """The records in one folder: by default PREFILL_LAB_RUNS, else `./runs`. Made on the first save."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = Path(folder or os.environ.get(RUNS_VARIABLE) or "runs")
+        self.folder = Path(folder or os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
 
     def check(self, *, writing: bool = True) -> None:
         """Whether records could be saved here (or read), without writing anything: ask before a long capture.
@@ -61,6 +61,12 @@ class RunStore:
         Raises InvalidInput when something else lies there, StorageError when the folder must not be written.
         """
         place = self.folder
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(place)
+        except (OSError, ValueError) as error:  # too long a name, a NUL in it, a loop of links
+            why = getattr(error, "strerror", None) or str(error)
+            raise InvalidInput(f"runs folder {str(place)[:80]!r} cannot be used ({why})", "a folder") from None
         while not os.path.lexists(place) and place != place.parent:
             place = place.parent
         if not place.is_dir():
@@ -156,7 +162,8 @@ class RunStore:
 
     def _ids(self) -> Sequence[str]:
         try:
-            return sorted(path.stem for path in self.folder.glob("*.json") if _ID.fullmatch(path.stem))
+            found = [path for path in self.folder.glob("*.json") if _ID.fullmatch(path.stem)]
+            return sorted(path.stem for path in found if path.is_file())
         except OSError as error:
             raise StorageError(f"the runs folder {str(self.folder)!r} cannot be read: {error.strerror}") from None
 
@@ -235,7 +242,8 @@ def _text_of(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_IMPORT_BYTES:
             raise RecordError(f"{path} is larger than {MAX_IMPORT_BYTES // 2**20} MiB", "a RunRecord")
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:  # a device has no size: never more than a record can be
+            return file.read(MAX_IMPORT_BYTES + 1)
     except OSError as error:
         raise RecordError(f"{path} cannot be read ({error.strerror})", "a file with a RunRecord") from None
     except ValueError:  # Not UTF-8, or a name with a NUL in it.

@@ -346,7 +346,8 @@ _KILLED = (
 def child_environment() -> dict[str, str]:
     """The parent's environment, plus the folder this package was imported from, so that any cwd works."""
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONUTF8": "1"}
+    # Waiting threads sleep instead of spinning: beside a busy neighbour that makes CPU captures twice as fast.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUTF8": "1"}
     # Never a site folder: on PYTHONPATH it would come before the standard library.
     site_folders = [*site.getsitepackages(), site.getusersitepackages()]
     if root not in map(os.path.realpath, site_folders):

@@ -57,6 +57,7 @@ OWNERS = {
 # cannot be encoded. None of them belongs in a table, a figure or a page.
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST_NAME = 80
 _DECIMALS = {"gib": 3, "mib": 2, "s": 3, "ms": 2, "ratio": 2, "eager": 2, "percent": 1}
 
 
@@ -67,7 +68,8 @@ def clean_text(text: object) -> str:
 
 def model_name(record: RunRecord) -> str:
     """The model a record is about, `n/a` when its settings do not say."""
-    return _name(record.settings.get("model"))
+    name = _name(str(record.settings.get("model") or "")[:_LONGEST_NAME])
+    return name if len(name) < _LONGEST_NAME else f"{name}..."
 
 
 def policy_name(record: RunRecord) -> str:

@@ -298,8 +298,8 @@ class CpuDevice:
                 self._charge_storage(storage, self._pool_key)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """The declared capacity was exceeded."""
-        return isinstance(error, torch.OutOfMemoryError)
+        """The declared capacity was exceeded, or this machine's main memory was."""
+        return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
     def call_compiled(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run compiled code unwatched and record it as one opaque call; its pool is n/a from then on."""

@@ -219,7 +219,7 @@ class CudaDevice:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """The allocator's error, or the driver's (seen in capture_end when graphs are instantiated)."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
