@@ -27,7 +27,7 @@ def demo(runs_dir: RunsDir = None) -> int:
 
     store = store_at(os.fspath(store_at(runs_dir).folder / "demo"))
     settings = CaptureSettings.create(model="smollm2-135m", free_memory_gib=DEMO_FREE_GIB)
-    say(f"SmolLM2-135M with {DEMO_FREE_GIB} GiB free before the capture, with and without July's 4 GiB gate")
+    say(f"SmolLM2-135M, {DEMO_FREE_GIB} GiB free before the capture, with and without the 4 GiB gate of SGLang 0.5.16")
     records = perform(per_policy(settings, ["gated", "ungated"]), store, say_comparison)
     page = write_report(records, store.folder / "report.html", title="Prefill Lab demo: the 4 GiB gate")
     say(f"report: {page}")

@@ -105,10 +105,13 @@ class Progress:
                     self._line(": ".join(str(event[key]) for key in ("name", "detail") if event.get(key)))
                 case "log":
                     self._line(str(event["line"]))
-                case "note":
-                    self._line(f"note: {event['text']}")
                 case "bucket_begin":
                     self._begin(event)
+                    self._describe_bucket(event)
+                case "step":
+                    self._begin(event)
+                    if self._bar is not None:
+                        self._bar.update(1)
                 # A reader that left while the bar was drawn for the first time has kept it from being made.
                 case "bucket" if self._bar is not None:
                     self._bar.update(1)
@@ -126,6 +129,10 @@ class Progress:
                 mininterval=0.1 if on_terminal else 5,
                 dynamic_ncols=on_terminal,
             )
+
+    def _describe_bucket(self, event: dict[str, Any]) -> None:
+        if self._bar is None:
+            return
         free = event.get("free_gib")
         memory = "n/a" if free is None else f"{free:.2f} GiB"
         self._bar.set_description(

@@ -32,7 +32,7 @@ def test_success_needs_no_advice() -> None:
 
 
 def test_out_of_memory_names_every_way_out() -> None:
-    lines = advice("oom", "out_of_memory", oom_bucket=8192, mem_fraction_static=0.97)
+    lines = advice("oom", "out_of_memory", oom_bucket=8192, mem_fraction_static=0.97, ledger={"total_gib": 5.0})
     assert options(lines) == {"max-tokens": "4096", "mem-fraction": "0.920", "backend": "disabled"}
     assert "small buckets does not help" in lines[0]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.prefill.batch import PackedBatch, Request, pack
-from toolkit.prefill.runners import PrefillCudaGraphRunner
+from toolkit.prefill.runners import EventSink, PrefillCudaGraphRunner
 
 if TYPE_CHECKING:
     from toolkit.prefill.model_runner import ModelRunner
@@ -94,14 +94,23 @@ def _largest(differences: list[float]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
-def check_replays(runner: PrefillCudaGraphRunner, vocabulary: int, seed: int = 0) -> CheckResult:
-    """Replay every captured bucket, in random order, on fresh random prompts and compare with eager twice."""
+def check_replays(
+    runner: PrefillCudaGraphRunner, vocabulary: int, seed: int = 0, on_event: EventSink | None = None
+) -> CheckResult:
+    """Replay every captured bucket, in random order, on fresh random prompts and compare with eager twice.
+
+    `on_event` hears of every bucket done: `{"event": "step", "index": i, "total": n}`.
+    """
     generator = random.Random(seed)
     order = list(runner.ladder)
     generator.shuffle(order)
-    checks = tuple(_check_bucket(runner, bucket, vocabulary, generator) for bucket in order)
+    checks = []
+    for index, bucket in enumerate(order):
+        checks.append(_check_bucket(runner, bucket, vocabulary, generator))
+        if on_event is not None:
+            on_event({"event": "step", "index": index, "total": len(order)})
     model_runner = runner.model_runner
-    return CheckResult(checks, TOLERANCE[model_runner.buffers.hidden.dtype], model_runner.device.bit_exact)
+    return CheckResult(tuple(checks), TOLERANCE[model_runner.buffers.hidden.dtype], model_runner.device.bit_exact)
 
 
 def _check_bucket(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from toolkit.prefill.runners import PrefillCudaGraphRunner
+from toolkit.prefill.runners import EventSink, PrefillCudaGraphRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,19 @@ def spread(ladder: Sequence[int], count: int) -> list[int]:
     return [ladder[round(index * step)] for index in range(count)]
 
 
-def measure_speed(runner: PrefillCudaGraphRunner, buckets: Sequence[int], pairs: int = 3) -> list[SpeedFigure]:
-    """Time `pairs` interleaved pairs a bucket, after one pass of each that does not count."""
-    return [_measure(runner, bucket, pairs) for bucket in buckets]
+def measure_speed(
+    runner: PrefillCudaGraphRunner, buckets: Sequence[int], pairs: int = 3, on_event: EventSink | None = None
+) -> list[SpeedFigure]:
+    """Time `pairs` interleaved pairs a bucket, after one pass of each that does not count.
+
+    `on_event` hears of every bucket done: `{"event": "step", "index": i, "total": n}`.
+    """
+    figures = []
+    for index, bucket in enumerate(buckets):
+        figures.append(_measure(runner, bucket, pairs))
+        if on_event is not None:
+            on_event({"event": "step", "index": index, "total": len(buckets)})
+    return figures
 
 
 def _measure(runner: PrefillCudaGraphRunner, bucket: int, pairs: int) -> SpeedFigure:

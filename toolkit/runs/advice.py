@@ -8,6 +8,8 @@ from typing import Any
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.settings import CaptureSettings
 
+_MORE_FREE_GIB = 0.25
+
 
 def advise(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
     """Advice for an outcome, most useful first; empty when there is nothing to mend."""
@@ -31,14 +33,21 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str
             f"lower the ceiling: {ladder} (the largest bucket pays for the pool, so leaving out small buckets does "
             "not help)"
         )
-    if fraction and fraction > 0.1:
-        advice.append(
-            f"lower the fraction: --mem-fraction {max(0.05, fraction - 0.05):.3f} gives KV memory to the capture"
-        )
+    lower = _lower_fraction(fraction, fields)
+    if lower is not None:
+        advice.append(f"lower the fraction: --mem-fraction {lower:.3f} leaves the capture {_MORE_FREE_GIB:g} GiB more")
     if settings.free_memory_gib is not None:
         advice.append(f"leave more free: --free-memory {settings.free_memory_gib * 2:g}")
     advice.append("or run without prefill graphs: --backend disabled")
     return advice
+
+
+def _lower_fraction(fraction: float | None, fields: Mapping[str, Any]) -> float | None:
+    """A fraction that leaves `_MORE_FREE_GIB` more, in steps that the allocator's rounding cannot swallow."""
+    total: float | None = (fields.get("ledger") or {}).get("total_gib")
+    if not fraction or not total or fraction - _MORE_FREE_GIB / total < 0.05:
+        return None
+    return round(fraction - _MORE_FREE_GIB / total, 3)
 
 
 def _lower_ladder(bucket: int, settings: CaptureSettings) -> str | None:
@@ -55,7 +64,8 @@ def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings) -> list[st
         return []
     return [
         "name the backend to bypass the old gate: --backend breakable",
-        "or use today's behaviour, which always attempts the capture: --policy ungated",
+        "or use today's behaviour, which always attempts the capture: --policy ungated; with so little free it may run "
+        "out of memory, and a lower ceiling needs less",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,15 @@ def execute(
     run = _Run(settings, make_device(settings.device, settings.device_memory_gib), emit, cancelled)
     run.perform()
     return run.record(run_id, created)
+
+
+def _busy_cores() -> str | None:
+    """A sentence when more work runs on this machine than it has cores, so that CPU times are inflated."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    # This run alone keeps every core busy; only what goes well beyond that belongs to others.
+    if load <= 1.5 * cores + 0.5:
+        return None
+    return f"the machine was busy (load {load:.1f} on {cores} cores): times are inflated by other work"
 
 
 class _Run:
@@ -128,6 +138,9 @@ class _Run:
         ledger["prefill_graph_gib"] = result.memory_usage_gib
         ledger["free_gib"] = result.free_after_gib
         fields["ledger"] = ledger
+        # If this process ends before its record, the parent still knows what the capture measured.
+        known = ("free_after_gib", "mem_usage_gib", "peak_usage_gib", "capture_time_s", "ledger")
+        self._emit({"event": "facts", **{key: fields[key] for key in known}})
         runner = type(result.runner).__name__ if result.runner is not None else None
         self._end(result.outcome, result.reason_code, result.reason, runner)
 
@@ -164,7 +177,7 @@ class _Run:
         if reference.problem is not None:
             return self._end("failed", "reference_mismatch", reference.problem)
         self.stage("check replays", f"{len(runner.ladder)} buckets, random order")
-        result = check_replays(runner, self.built.vocabulary, self.settings.seed)
+        result = check_replays(runner, self.built.vocabulary, self.settings.seed, self.emit)
         token = None
         if self.settings.prompt is not None:
             token, why = next_token(runner, self.settings.prompt)
@@ -187,7 +200,8 @@ class _Run:
         buckets = spread(runner.ladder, SPEED_POINTS)
         self.stage("time replay against eager", f"{len(buckets)} buckets")
         self.fields["speed"] = [
-            SpeedPoint.model_validate(figure, from_attributes=True) for figure in measure_speed(runner, buckets)
+            SpeedPoint.model_validate(figure, from_attributes=True)
+            for figure in measure_speed(runner, buckets, on_event=self.emit)
         ]
 
     def _end(self, outcome: str, code: str, reason: str, runner: str | None = None) -> None:
@@ -207,7 +221,10 @@ class _Run:
         usage = self.fields.get("mem_usage_gib")
         if usage is not None and usage < 0:
             self.note("memory usage is negative: something else gave memory back during the capture")
-        if self.settings.device_memory_gib and self.device.kind == "cpu":
+        busy = _busy_cores()
+        if self.device.kind == "cpu" and busy is not None:
+            self.note(busy)
+        if self.device.kind == "cpu":
             self.note(
                 "memory is accounted by a model of the CUDA allocator against a declared capacity; times are CPU times"
             )

@@ -193,7 +193,8 @@ class CpuDevice:
             return self.allocator.malloc(nbytes, pool)
         except AllocatorOutOfMemory as error:
             raise torch.OutOfMemoryError(
-                f"{LABEL} out of memory. Tried to allocate {nbytes / (1 << 20):.2f} MiB; the device has a declared "
+                f"{LABEL} out of memory. Tried to allocate {error.requested_bytes / (1 << 20):.2f} MiB for a tensor of "
+                f"{nbytes / (1 << 20):.2f} MiB; the device has a declared "
                 f"capacity of {self.total_bytes / GIB:.2f} GiB of which {error.free_bytes / GIB:.2f} GiB is free."
             ) from None
 
