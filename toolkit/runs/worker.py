@@ -346,8 +346,9 @@ _KILLED = (
 def child_environment() -> dict[str, str]:
     """The parent's environment, plus the folder this package was imported from, so that any cwd works."""
     root = str(Path(__file__).resolve().parents[2])
-    # Waiting threads sleep instead of spinning: beside a busy neighbour that makes CPU captures twice as fast.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUTF8": "1"}
+    # Waiting threads give up spinning early: twice as fast beside a busy neighbour, no slower on idle cores
+    # (measured: 0.69 against 1.68 s with two busy loops on two cores, 0.47 and 0.47 s without; GNU OpenMP).
+    environment = {"GOMP_SPINCOUNT": "3000", **os.environ, "PYTHONUTF8": "1"}
     # Never a site folder: on PYTHONPATH it would come before the standard library.
     site_folders = [*site.getsitepackages(), site.getusersitepackages()]
     if root not in map(os.path.realpath, site_folders):
