@@ -13,7 +13,7 @@ from toolkit.errors import InvalidInput
 
 LockedKeys = frozenset[tuple[str, str]]
 MAX_BUCKET_TOKENS = 1 << 20
-MIN_DEVICE_GIB, MAX_DEVICE_GIB = 0.001, 4096.0
+MIN_DEVICE_GIB, MAX_DEVICE_GIB = 2**-10, 4096.0
 
 
 def check_buckets(buckets: Sequence[int] | set[int]) -> list[int]:

@@ -146,6 +146,13 @@ def _only_inside_functions(path: Path, module: str) -> bool:
 # --- the repository's top -----------------------------------------------------------------------------------
 
 
+def test_what_the_readme_shows_and_links_is_here(repository_files: list[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\]\((?!https?:)([^)#]+)\)", text))
+    assert any(name.endswith(".png") for name in linked), "the README promises a picture"
+    assert linked <= set(repository_files), sorted(linked - set(repository_files))
+
+
 def test_nothing_else_at_the_top(repository_files: list[str]) -> None:
     tops = {name.partition("/")[0] for name in repository_files}
     assert {"pyproject.toml", "toolkit", "tests"} <= tops
