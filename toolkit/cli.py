@@ -58,11 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # A model name must not break an ASCII terminal.
     # Schedulers and `timeout` end a command with SIGTERM: like Ctrl-C, that cancels and leaves a record.
     with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _cancel_once)
     try:
         return _run(arguments)
     finally:
         end_quietly()
+
+
+def _cancel_once(number: int, frame: object) -> None:
+    """The first SIGTERM cancels. `timeout` sends it twice, and the second must not end the cancelling."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _run(arguments: Sequence[str] | None) -> int:

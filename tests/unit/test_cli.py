@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from synthetic_records import made_up_record, oom_record, skipped_record
 
 import toolkit
-from toolkit.cli import main
+from toolkit.cli import _cancel_once, main
 from toolkit.cli_capture import _OPTIONS
 from toolkit.errors import DeviceUnavailable
 from toolkit.runs import worker
@@ -316,3 +318,14 @@ def test_capture_and_compare_from_python(runs_dir: Path, captures: Any) -> None:
     both = toolkit.compare(free_memory_gib=3.99, save=False, on_event=lambda event: None)
     assert [one.settings["policy"] for one in both] == ["gated", "ungated"]
     assert len(RunStore(runs_dir).list()) == 1
+
+
+def test_the_first_sigterm_cancels_and_the_second_is_ignored() -> None:
+    """`timeout` signals the command and then its whole group."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _cancel_once(signal.SIGTERM, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
