@@ -126,9 +126,7 @@ def as_unavailable(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (PrefillLabError, torch.OutOfMemoryError):
-        raise
-    except MemoryError:
+    except (PrefillLabError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of Transformers, safetensors, gguf or torch, about somebody's files
         if "annot allocate memory" in str(error) or "can't allocate memory" in str(error):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 SourceKind = Literal["catalogue", "folder", "config", "gguf", "hub"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Hub model types whose code lives under another name in Transformers. Their own code is never run.
 _MAX_LAYERS = 1024  # the deepest published decoders have a few hundred
+# Hub model types whose code lives under another name in Transformers. Their own code is never run.
 _SAME_CODE_AS = {"kimi_k2": "deepseek_v3"}
 
 

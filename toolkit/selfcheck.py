@@ -141,13 +141,12 @@ def _figures(record: RunRecord) -> str:
     """What was measured, in a line; every figure with its unit."""
     if record.outcome != "captured":
         return record.reason
-    from toolkit.views.tables import memory
+    from toolkit.views.frames import median_ratio, memory_words, seconds_words
 
-    ratios = sorted(point.replay_ms / point.eager_ms for point in record.speed)
-    ratio = f"{ratios[len(ratios) // 2]:.2f} x eager" if ratios else "n/a"
-    return (
-        f"{len(record.buckets)} buckets, {memory(record.mem_usage_gib)}, {record.capture_time_s:.1f} s, replay {ratio}"
-    )
+    median = median_ratio(record)
+    ratio = "n/a" if median is None else f"{median:.2f} x eager"
+    used, took = memory_words(record.mem_usage_gib), seconds_words(record.capture_time_s)
+    return f"{len(record.buckets)} buckets, {used}, {took}, replay {ratio}"
 
 
 def _contract_steps(device: str) -> list[Step]:

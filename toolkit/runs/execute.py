@@ -221,10 +221,10 @@ class _Run:
         usage = self.fields.get("mem_usage_gib")
         if usage is not None and usage < 0:
             self.note("memory usage is negative: something else gave memory back during the capture")
-        busy = _busy_cores()
-        if self.device.kind == "cpu" and busy is not None:
-            self.note(busy)
         if self.device.kind == "cpu":
+            busy = _busy_cores()
+            if busy is not None:
+                self.note(busy)
             self.note(
                 "memory is accounted by a model of the CUDA allocator against a declared capacity; times are CPU times"
             )

@@ -239,6 +239,11 @@ def memory_words(gib: float | None) -> str:
     return f"{gib * 1024:.1f} MiB" if 0 < abs(gib) < 0.1 else f"{gib:.2f} GiB"
 
 
+def seconds_words(value: float | None) -> str:
+    """A duration with its unit; `n/a` when it is not known."""
+    return NA if value is None else f"{value:.2f} s"
+
+
 def heading(column: str) -> str:
     """A column's name in words, with its unit."""
     return HEADINGS.get(column, column.replace("_", " "))

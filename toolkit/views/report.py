@@ -17,7 +17,7 @@ from toolkit.errors import InvalidInput, StorageError, one_line
 from toolkit.resources import write_whole
 from toolkit.runs.record import ReplayCheck, RunRecord
 from toolkit.views import frames, plots
-from toolkit.views.frames import NA, memory_words
+from toolkit.views.frames import NA, memory_words, seconds_words
 from toolkit.views.report_style import CSS, HOW_TO_READ
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _what_happened(record: RunRecord) -> str:
     if record.outcome == "captured":
         tokens = [bucket.num_tokens for bucket in record.buckets]
         span = f" ({min(tokens)} to {max(tokens)} tokens)" if tokens else ""
-        took = f"{_seconds(record.capture_time_s)}, using {memory_words(record.mem_usage_gib)}"
+        took = f"{seconds_words(record.capture_time_s)}, using {memory_words(record.mem_usage_gib)}"
         before, after = memory_words(record.free_before_gib), memory_words(record.free_after_gib)
         return (
             f"Captured: {_buckets(count)}{span} became prefill graphs in {took}; free memory was {before} "
@@ -125,10 +125,6 @@ def _others_words(others: int | None) -> str:
 
 def _buckets(count: int) -> str:
     return f"{count} bucket{'' if count == 1 else 's'}"
-
-
-def _seconds(value: float | None) -> str:
-    return NA if value is None else f"{value:.2f} s"
 
 
 # --- the page -----------------------------------------------------------------------------------------------

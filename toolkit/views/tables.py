@@ -12,25 +12,22 @@ from rich.text import Text
 
 from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord, SpeedPoint
-from toolkit.views.frames import NA, backend_name, display_value, median_ratio, model_name, policy_name
+from toolkit.views.frames import (
+    NA,
+    backend_name,
+    display_value,
+    median_ratio,
+    memory_words,
+    model_name,
+    policy_name,
+    seconds_words,
+)
 
 PIPE_WIDTH = 200
 """Columns when the output is not a terminal: wide enough that no figure is cut."""
 _SHOWN_BUCKETS = 10
 
 Figure = tuple[str, Callable[[RunRecord], str]]
-
-
-def memory(value: float | None) -> str:
-    """Memory with its unit: `3.99 GiB`, small amounts in MiB, `n/a` when not known."""
-    if value is None:
-        return NA
-    return f"{value:.2f} GiB" if value == 0 or abs(value) >= 0.1 else f"{value * 1024:.1f} MiB"
-
-
-def seconds(value: float | None) -> str:
-    """A duration with its unit, `n/a` when not known."""
-    return NA if value is None else f"{value:.2f} s"
 
 
 def count(value: int | None) -> str:
@@ -67,11 +64,11 @@ FIGURES: tuple[Figure, ...] = (
     ("runner", lambda record: record.runner or NA),
     ("backend", backend_name),
     ("buckets captured", buckets_captured),
-    ("free before", lambda record: memory(record.free_before_gib)),
-    ("free after", lambda record: memory(record.free_after_gib)),
-    ("memory used", lambda record: memory(record.mem_usage_gib)),
-    ("peak while capturing", lambda record: memory(record.peak_usage_gib)),
-    ("capture time", lambda record: seconds(record.capture_time_s)),
+    ("free before", lambda record: memory_words(record.free_before_gib)),
+    ("free after", lambda record: memory_words(record.free_after_gib)),
+    ("memory used", lambda record: memory_words(record.mem_usage_gib)),
+    ("peak while capturing", lambda record: memory_words(record.peak_usage_gib)),
+    ("capture time", lambda record: seconds_words(record.capture_time_s)),
     (
         "KV cache tokens",
         lambda record: count(record.kv_cache_tokens),
@@ -129,9 +126,9 @@ def runs_view(records: Sequence[RunRecord]) -> Table:
     for record in records:
         names = (record.id, model_name(record), policy_name(record), backend_name(record))
         figures = (
-            memory(record.free_before_gib),
-            memory(record.mem_usage_gib),
-            seconds(record.capture_time_s),
+            memory_words(record.free_before_gib),
+            memory_words(record.mem_usage_gib),
+            seconds_words(record.capture_time_s),
         )
         cells = (*names, record.device_label, record.outcome, str(len(record.buckets)), *figures)
         table.add_row(*(plain(cell) for cell in cells))

@@ -54,7 +54,7 @@ class TcPiecewiseBackend(BreakableBackend):
         pieces = {name: piece for name, piece in split.named_children() if isinstance(piece, GraphModule)}
         self.pieces = list(pieces)
         attention = {name: node for name, piece in pieces.items() if (node := _attention_node(piece))}
-        compiled = _COMPILERS[self.runner.compiler](self, split, set(pieces) - set(attention), _fake_inputs(graph))
+        compiled = _COMPILERS[self.runner.compiler](self, split, set(pieces) - set(attention), graph)
         return _PieceInterpreter(self, split, attention, compiled).run_pieces
 
     def run_body(self, num_tokens: int) -> None:
@@ -151,16 +151,17 @@ def _fake_inputs(graph: GraphModule) -> list[Any]:
         ]
 
 
-def _compile_eager(_: TcPiecewiseBackend, split: GraphModule, names: set[str], __: list[Any]) -> dict[str, Piece]:
+def _compile_eager(_: TcPiecewiseBackend, split: GraphModule, names: set[str], __: GraphModule) -> dict[str, Piece]:
     """Pieces as torch.compile traced them, every call visible."""
     return {name: split.get_submodule(name) for name in names}
 
 
 def _compile_inductor(
-    backend: TcPiecewiseBackend, split: GraphModule, names: set[str], fake_inputs: list[Any]
+    backend: TcPiecewiseBackend, split: GraphModule, names: set[str], body: GraphModule
 ) -> dict[str, Piece]:
     """Pieces compiled by inductor: nobody sees inside, so the device calls each as one."""
     compiler = _InductorInterpreter(split, names)
+    fake_inputs = _fake_inputs(body)
     fake_mode = detect_fake_mode(fake_inputs)
     # Python's decompositions keep sizes symbolic where C++ ones tie them to this trace (matmul, torch 2.11).
     with fake_mode if fake_mode is not None else nullcontext(), enable_python_dispatcher():
