@@ -217,6 +217,26 @@ def test_speed_shows_the_ratio_and_leaves_out_what_cannot_be_divided() -> None:
     assert frames.median_ratio(record) == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize(
+    ("ladder", "expected"),
+    [
+        # 8 serves 4 to 8 tokens (3 and fewer run eager): 4+3+2+1+0 rows of padding in 5 replays of 8 rows.
+        ([8, 32], {8: (25.0, 50.0), 32: (25.0, 50.0)}),
+        # 6 serves 5 and 6, 7 only 7; 5 alone serves 3 to 5.
+        ([4, 6, 7], {4: (25.0, 50.0), 6: (100 / 12, 100 / 6), 7: (0.0, 0.0)}),
+        ([5], {5: (20.0, 40.0)}),
+        ([1, 2], {1: (0.0, 0.0), 2: (0.0, 0.0)}),
+        ([], {}),
+    ],
+)
+def test_padding_is_of_the_requests_a_bucket_replays(ladder: list[int], expected: dict) -> None:
+    record = made_up_record(ladder=ladder)
+    assert frames.padding_percent(record) == {n: pytest.approx(shares) for n, shares in expected.items()}
+    table = frames.speed_table(record)
+    assert table.padding_mean_percent.tolist() == pytest.approx([mean for mean, _ in expected.values()])
+    assert table.padding_most_percent.tolist() == pytest.approx([most for _, most in expected.values()])
+
+
 def test_compare_puts_runs_side_by_side() -> None:
     runs = [skipped_record(), made_up_record(), oom_record(device={"label": "synthetic H100"})]
     text = all_text(plots.plot_compare(runs))

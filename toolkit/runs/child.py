@@ -82,7 +82,7 @@ class Seen:
         """The fields of a record that are known: figures seen are kept, all others stay unknown."""
         # What was not reached comes as planned: largest first.
         ahead = sorted({*self._ladder} - {*self._begun}, reverse=True)
-        shown = {"buckets": self._buckets, "log": self._log, "notes": self._notes}
+        shown = {"buckets": [*self._buckets], "log": [*self._log], "notes": [*self._notes]}
         return {"capture_order": self._begun + ahead, **self._facts, **shown}
 
 

@@ -100,6 +100,11 @@ class RunRecord(_Part):
         return str(self.device.get("label", "n/a"))
 
     @property
+    def is_running(self) -> bool:
+        """Whether this is what is known of a run that has not ended; such a record is shown and never saved."""
+        return str(self.outcome) == "running"
+
+    @property
     def exit_code(self) -> int:
         """What the command line ends with for this outcome."""
         return OUTCOME_EXIT_CODES[self.outcome]

@@ -13,7 +13,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import one_line
-from toolkit.runs.record import RunRecord
+from toolkit.ladder import REPLAY_LIMIT_FACTOR
+from toolkit.runs.record import RunRecord, SpeedPoint
 from toolkit.settings import Backend, GraphChoice
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ HEADINGS = {
     "eager_ms": "eager (ms)",
     "replay_ms": "replay (ms)",
     "ratio": "replay / eager",
+    "padding_mean_percent": "padding, mean (% of rows)",
+    "padding_most_percent": "padding, most (% of rows)",
+    "a_added_mib": "A: added (MiB)",
+    "b_added_mib": "B: added (MiB)",
+    "difference_added_mib": "B - A: added (MiB)",
+    "a_elapsed_s": "A: whole step (s)",
+    "b_elapsed_s": "B: whole step (s)",
+    "difference_elapsed_s": "B - A: whole step (s)",
+    "difference": "B - A",
     "gib": "GiB",
     "share_percent": "share of the device (%)",
 }
@@ -116,7 +126,7 @@ def capture_position(record: RunRecord) -> dict[int, int]:
 
 def median_ratio(record: RunRecord) -> float | None:
     """Median over the buckets of replay time / eager time; under 1 replay is faster. None if not timed."""
-    ratios = [point.replay_ms / point.eager_ms for point in record.speed if point.eager_ms > 0]
+    ratios = [ratio for point in record.speed if (ratio := replay_ratio(point)) is not None]
     return median(ratios) if ratios else None
 
 
@@ -170,21 +180,46 @@ def run_table(records: Sequence[RunRecord]) -> pd.DataFrame:
     return _frame(rows, [*names, "buckets_captured", *floats, "device"], ("buckets_captured",), floats)
 
 
-def speed_table(record: RunRecord) -> pd.DataFrame:
-    """One row per bucket timed: eager and replay (median ms of one full bucket) and their ratio.
+def replay_ratio(point: SpeedPoint) -> float | None:
+    """Replay time / eager time of one bucket; under 1 replay is faster. None where eager took no time."""
+    return point.replay_ms / point.eager_ms if point.eager_ms > 0 else None
 
-    A record does not know how much padding a request needs to fill its bucket, so nothing here includes it.
+
+def padding_percent(record: RunRecord) -> dict[int, tuple[float, float]]:
+    """For each captured bucket the share of its rows that is padding, in percent: mean and most.
+
+    Over the requests that the bucket serves by replay, every token count from one more than the next smaller
+    captured bucket to the bucket itself counting the same. A request that the bucket exceeds more than
+    REPLAY_LIMIT_FACTOR times runs eager, without padding, and does not count.
     """
+    shares, smaller = {}, 0
+    for bucket in sorted(bucket.num_tokens for bucket in record.buckets):
+        fewest = max(smaller + 1, -(-bucket // REPLAY_LIMIT_FACTOR))  # rounded up
+        most = 100 * (bucket - fewest) / bucket
+        shares[bucket] = (most / 2, most)  # padding falls by one row per token, down to none
+        smaller = bucket
+    return shares
+
+
+def speed_table(record: RunRecord) -> pd.DataFrame:
+    """One row per bucket timed: eager and replay (median ms of one FULL bucket), their ratio, and padding.
+
+    The times are of a bucket without padding. `padding_mean_percent` and `padding_most_percent` are the share of
+    its rows that a replay computes for nothing, see `padding_percent`; missing for a bucket not captured.
+    """
+    padding, unknown = padding_percent(record), (None, None)
     rows = [
         {
             "num_tokens": point.num_tokens,
             "eager_ms": point.eager_ms,
             "replay_ms": point.replay_ms,
-            "ratio": point.replay_ms / point.eager_ms if point.eager_ms > 0 else None,
+            "ratio": replay_ratio(point),
+            "padding_mean_percent": padding.get(point.num_tokens, unknown)[0],
+            "padding_most_percent": padding.get(point.num_tokens, unknown)[1],
         }
         for point in sorted(record.speed, key=lambda point: point.num_tokens)
     ]
-    floats = ("eager_ms", "replay_ms", "ratio")
+    floats = ("eager_ms", "replay_ms", "ratio", "padding_mean_percent", "padding_most_percent")
     return _frame(rows, ["num_tokens", *floats], ("num_tokens",), floats)
 
 
@@ -205,7 +240,7 @@ def ledger_table(record: RunRecord) -> pd.DataFrame:
     if total - listed > 0.0005:
         rows.append({"owner": "not accounted for", "gib": total - listed})
     for row in rows:
-        row["share_percent"] = 100 * row["gib"] / total if row["gib"] is not None and total else None
+        row["share_percent"] = 100 * (row["gib"] / total) if row["gib"] is not None and total else None
     return _frame(rows, ["owner", "gib", "share_percent"], (), ("gib", "share_percent"))
 
 
@@ -228,7 +263,7 @@ def display_value(column: str, value: object) -> str:
         if not math.isfinite(value):
             return NA
         # Adding 0.0 turns a rounded -0.0 into 0.0: a usage of "-0.00" says nothing.
-        return f"{round(value, _decimals(column)) + 0.0:.{_decimals(column)}f}"
+        return _fixed(round(value, _decimals(column)) + 0.0, _decimals(column))
     return str(value)
 
 
@@ -236,17 +271,22 @@ def memory_words(gib: float | None) -> str:
     """GiB in words; a little of it in MiB, or it would read as nothing; `n/a` when it is not known."""
     if gib is None or gib != gib:
         return NA
-    return f"{gib * 1024:.1f} MiB" if 0 < abs(gib) < 0.1 else f"{gib:.2f} GiB"
+    return f"{gib * 1024:.1f} MiB" if 0 < abs(gib) < 0.1 else f"{_fixed(gib, 2)} GiB"
 
 
 def seconds_words(value: float | None) -> str:
     """A duration with its unit; `n/a` when it is not known."""
-    return NA if value is None else f"{value:.2f} s"
+    return NA if value is None else f"{_fixed(value, 2)} s"
 
 
 def heading(column: str) -> str:
     """A column's name in words, with its unit."""
     return HEADINGS.get(column, column.replace("_", " "))
+
+
+def _fixed(value: float, decimals: int) -> str:
+    # A damaged record may say 1e308; its 309 digits would push everything else off the page.
+    return f"{value:.{decimals}f}" if abs(value) < 1e15 else f"{value:.3g}"
 
 
 def _decimals(column: str) -> int:
@@ -264,7 +304,7 @@ def _name(value: object) -> str:
 def _frame(
     rows: list[dict[str, Any]], columns: Sequence[str], integers: Sequence[str], floats: Sequence[str]
 ) -> pd.DataFrame:
-    """A frame whose columns have the same types whether or not a row, or a figure, is there."""
+    """Rows as a frame whose columns have the same types whether or not a row, or a figure, is there."""
     import pandas as pd
 
     frame = pd.DataFrame(rows, columns=list(columns))

@@ -20,13 +20,14 @@ from toolkit.views.frames import (
     capture_position,
     device_name,
     ledger_table,
-    median_ratio,
     memory_words,
     model_name,
     policy_name,
     provenance,
+    seconds_words,
 )
 from toolkit.views.sheet import alt_text, figure_png
+from toolkit.views.speed_plot import plot_speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,29 +78,8 @@ def plot_capture_time(record: RunRecord) -> Figure:
         _name_first(axes, record, ladder, tops)
         axes.set_ylabel("time per bucket (s)")
         sheet.finish_buckets(figure, (axes,), ladder, record.oom_bucket)
-    whole = NA if record.capture_time_s is None else f"{record.capture_time_s:.2f} s"
+    whole = seconds_words(record.capture_time_s)
     sheet.describe(figure, f"{title}, {provenance(record)}. Whole capture: {whole} for {len(record.buckets)} buckets.")
-    return figure
-
-
-def plot_speed(record: RunRecord) -> Figure:
-    """Replay against eager: median ms of one full bucket; below it their ratio (under 1 replay is faster)."""
-    title = "Replay against eager"
-    points = sorted(record.speed, key=lambda point: point.num_tokens)
-    if not points:
-        return sheet.words_only(title, record, "Replay was not timed against eager in this run.")
-    ladder = [point.num_tokens for point in points]
-    ratios = [point.replay_ms / point.eager_ms if point.eager_ms > 0 else None for point in points]
-    with sheet.sheet_style():
-        figure, (top, bottom) = sheet.new_sheet(title, provenance(record), 6.8, rows=(3, 2))
-        _draw_speed(top, bottom, [p.eager_ms for p in points], [p.replay_ms for p in points], ratios)
-        sheet.finish_buckets(figure, (top, bottom), ladder)
-    middle = median_ratio(record)
-    found = NA if middle is None else f"{middle:.2f}"
-    sheet.describe(
-        figure,
-        f"{title}, {provenance(record)}. Median of replay / eager over {len(points)} buckets: {found}.",
-    )
     return figure
 
 
@@ -170,7 +150,7 @@ def _draw_added(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
     axes.set_ylabel("prefill graph\nmemory (MiB)")
     known = [value for value in (*added, *total) if value == value]
     # Memory can seem to shrink where other processes free theirs. With nothing to show, still an axis from 0.
-    axes.set_ylim(1.08 * min([0.0, *known]), 1.08 * max([0.0, *known]) or 1.0)
+    axes.set_ylim(1.08 * min([0.0, *known]), 1.08 * sheet.highest(known) or 1.0)
     for position, (bucket, value) in enumerate(zip(buckets, added, strict=True)):
         if bucket is not None and value != value:
             axes.text(position, 0, f" {NA}", rotation=90, ha="center", va="bottom", fontsize=sheet.SMALL_PT)
@@ -198,6 +178,8 @@ def _draw_free(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
 
 def _draw_seconds(axes: Axes, buckets: Sequence[BucketFigures | None]) -> list[float]:
     """Stacked bars; the height of each stack comes back."""
+    # A bucket without times that an axis can hold has no bar, like one that was not captured.
+    buckets = [bucket if bucket and sheet.drawable(*_times(bucket)) else None for bucket in buckets]
     warm_up = [bucket.warmup_s if bucket else 0.0 for bucket in buckets]
     capture = [bucket.capture_s if bucket else 0.0 for bucket in buckets]
     rest = [max(0.0, b.elapsed_s - b.warmup_s - b.capture_s) if b else 0.0 for b in buckets]
@@ -221,6 +203,10 @@ def _draw_seconds(axes: Axes, buckets: Sequence[BucketFigures | None]) -> list[f
         )
         floor = [low + value for low, value in zip(floor, values, strict=True)]
     return floor
+
+
+def _times(bucket: BucketFigures) -> tuple[float, float, float]:
+    return bucket.warmup_s, bucket.capture_s, bucket.elapsed_s
 
 
 def _name_first(axes: Axes, record: RunRecord, ladder: Sequence[int], tops: Sequence[float]) -> None:
@@ -247,29 +233,6 @@ def _name_first(axes: Axes, record: RunRecord, ladder: Sequence[int], tops: Sequ
     )
 
 
-def _draw_speed(
-    top: Axes, bottom: Axes, eager: Sequence[float], replay: Sequence[float], ratios: Sequence[float | None]
-) -> None:
-    at = range(len(eager))
-    size = sheet.marker_size(len(eager))
-    top.plot(at, eager, color=sheet.BLUE, marker="o", markersize=size, linestyle="-", label="eager")
-    top.plot(at, replay, color=sheet.ORANGE, marker="s", markersize=size, linestyle="--", label="replay")
-    top.set_ylabel("prefill body (ms)")
-    top.set_ylim(0, 1.1 * max(*eager, *replay) or 1.0)
-    bottom.axhline(1, color=sheet.BLACK, linestyle=":", linewidth=2, label="equal (1.0)")
-    bottom.plot(
-        at,
-        sheet.numbers(ratios),
-        color=sheet.GREEN,
-        marker="D",
-        markersize=size,
-        linestyle="-.",
-        label="replay / eager (below 1: replay is faster)",
-    )
-    bottom.set_ylabel("replay / eager\n(ratio)")
-    bottom.margins(y=0.2)
-
-
 def _draw_before_after(axes: Axes, records: Sequence[RunRecord]) -> None:
     before, after = [run.free_before_gib for run in records], [run.free_after_gib for run in records]
     series = (
@@ -279,11 +242,11 @@ def _draw_before_after(axes: Axes, records: Sequence[RunRecord]) -> None:
     axes.axvline(GATE_GIB, color=sheet.VERMILLION, linestyle="-.", linewidth=2, label=GATE_LABEL)
     for offset, values, colour, hatch, label in series:
         rows = [row + offset for row in range(len(records))]
-        axes.barh(rows, sheet.numbers(values), 0.36, color=colour, edgecolor=sheet.BLACK, hatch=hatch, label=label)
-        for row, value in zip(rows, values, strict=True):
-            sheet.beside(axes, value or 0.0, row, memory_words(value))
-    highest = max([GATE_GIB, *(value for value in (*before, *after) if value is not None)])
-    axes.set_xlim(0, 1.35 * highest)
+        widths = sheet.numbers(values)
+        axes.barh(rows, widths, 0.36, color=colour, edgecolor=sheet.BLACK, hatch=hatch, label=label)
+        for row, width, value in zip(rows, widths, values, strict=True):
+            sheet.beside(axes, width if width == width else 0.0, row, memory_words(value))
+    axes.set_xlim(0, 1.35 * max(GATE_GIB, sheet.highest(sheet.numbers([*before, *after]))))
     axes.set_xlabel("free memory (GiB)")
 
 
@@ -311,10 +274,10 @@ def _draw_ledger(axes: Axes, owners: Sequence[tuple[str, float, float]]) -> None
     colours = (sheet.PALE, sheet.SKY, sheet.ORANGE, sheet.PURPLE, sheet.VERMILLION, sheet.YELLOW, sheet.GREEN)
     hatches = ("", "//", "\\\\", "xx", "..", "--", "++")
     start = 0.0
-    total = sum(owned for _, owned, _ in owners if owned == owned)
-    for number, (owner, owned, share) in enumerate(owners):
+    widths = [owned if sheet.drawable(owned) else 0.0 for _, owned, _ in owners]
+    total = sum(widths)
+    for number, ((owner, owned, share), width) in enumerate(zip(owners, widths, strict=True)):
         plain = owner == "free"
-        width = owned if owned == owned else 0.0
         axes.barh(
             0,
             width,

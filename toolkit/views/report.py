@@ -7,16 +7,14 @@ in words, then the figures, then everything they were made with.
 from __future__ import annotations
 
 import base64
-import html
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from toolkit.errors import InvalidInput, StorageError, one_line
-from toolkit.resources import write_whole
+from toolkit.errors import InvalidInput, one_line
 from toolkit.runs.record import ReplayCheck, RunRecord
-from toolkit.views import frames, plots
+from toolkit.views import frames, markup, plots
+from toolkit.views.files import write_file
 from toolkit.views.frames import NA, memory_words, seconds_words
 from toolkit.views.report_style import CSS, HOW_TO_READ
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 MAX_RUNS_IN_DETAIL = 12
 """Later runs are in the first table only, and the report says so: a sweep must not make a file of many MB."""
 _FIGURE_BYTES = 1_000_000
-_LOG_CHARACTERS = 20_000
 _MAX_TRANSPOSED = 4
 
 
@@ -39,14 +36,7 @@ def write_report(records: Sequence[RunRecord], path: Path, title: str) -> Path:
     """
     if not records:
         raise InvalidInput("there is no run to report", "at least one run", "see prefill-lab runs list")
-    content = _page(records, title).encode("utf-8", "replace")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = getattr(error, "strerror", None) or str(error)
-        raise StorageError(one_line(f"the report was not written to {str(path)!r}: {why}")) from None
-    return path
+    return write_file(path, _page(records, title).encode("utf-8", "replace"), "the report")
 
 
 def verdict(record: RunRecord) -> list[str]:
@@ -131,7 +121,7 @@ def _buckets(count: int) -> str:
 
 
 def _page(records: Sequence[RunRecord], title: str) -> str:
-    heading = _e(one_line(title) or "Prefill graph capture")
+    heading = markup.safe(one_line(title) or "Prefill graph capture")
     return "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -151,12 +141,12 @@ def _body(records: Sequence[RunRecord]) -> Iterator[str]:
     detailed = records[:MAX_RUNS_IN_DETAIL]
     yield '<section aria-labelledby="glance">\n<h2 id="glance">At a glance</h2>\n<ol class="glance">'
     for number, record in enumerate(detailed, 1):
-        yield f'<li><a href="#run{number}">{_e(_name(record))}</a>: {_e(_what_happened(record))}</li>'
+        yield f'<li><a href="#run{number}">{markup.safe(_name(record))}</a>: {markup.safe(_what_happened(record))}</li>'
     yield "</ol>"
     if len(records) > len(detailed):
         left = len(records) - len(detailed)
         yield f"<p>{left} more runs are in the table only; prefill-lab runs report ID shows one of them.</p>"
-    yield _table(_overview(records), "Runs")
+    yield markup.table(_overview(records), "Runs")
     if len(records) > 1:
         yield figures.show(plots.plot_compare(records))
     yield "</section>"
@@ -167,26 +157,26 @@ def _body(records: Sequence[RunRecord]) -> Iterator[str]:
 
 def _run(number: int, record: RunRecord, figures: _Figures) -> Iterator[str]:
     yield f'<section aria-labelledby="run{number}">'
-    yield f'<h2 id="run{number}">Run {number}: {_e(_name(record))}</h2>'
+    yield f'<h2 id="run{number}">Run {number}: {markup.safe(_name(record))}</h2>'
     source = f"{frames.provenance(record)} | run {record.id} | {record.created}"
-    yield f'<p class="source">{_e(source)}</p>'
-    yield f'<div class="verdict {_e(record.outcome)}">'
-    yield "\n".join(f"<p>{_e(sentence)}</p>" for sentence in verdict(record))
+    yield f'<p class="source">{markup.safe(source)}</p>'
+    yield f'<div class="verdict {markup.safe(record.outcome)}">'
+    yield "\n".join(f"<p>{markup.safe(sentence)}</p>" for sentence in verdict(record))
     yield "</div>"
-    yield _list("What to do next", record.advice)
-    yield f"<p>{_e(_replay_words(record.replay_check))}</p>"
+    yield markup.bullets("What to do next", record.advice)
+    yield f"<p>{markup.safe(_replay_words(record.replay_check))}</p>"
     yield from _evidence(record, figures)
-    yield _list("Notes", [*record.notes, _others_words(record.other_processes)])
-    yield _log("Log", record.log)
+    yield markup.bullets("Notes", [*record.notes, _others_words(record.other_processes)])
+    yield markup.log("Log", record.log)
     # Kept by the supervisor of a child that died; an extra key of the record.
-    yield _log("End of the child's standard error", (record.model_extra or {}).get("stderr_tail"))
+    yield markup.log("End of the child's standard error", (record.model_extra or {}).get("stderr_tail"))
     yield '<div class="pairs">'
     for caption, pairs in (
         ("Settings", record.settings),
         ("Device", record.device),
         ("Software", record.software),
     ):
-        yield _pairs(caption, pairs)
+        yield markup.pairs(caption, pairs)
     yield "</div>\n</section>"
 
 
@@ -195,13 +185,15 @@ def _evidence(record: RunRecord, figures: _Figures) -> Iterator[str]:
     if _reached_capture(record):
         yield figures.show(plots.plot_memory(record))
         yield figures.show(plots.plot_capture_time(record))
-    yield _table(frames.display_table(frames.bucket_table(record)), "Buckets captured")
+    yield markup.table(frames.display_table(frames.bucket_table(record)), "Buckets captured")
     if record.speed:
         yield figures.show(plots.plot_speed(record))
-    yield _table(frames.display_table(frames.speed_table(record)), "Replay against eager, median of a full bucket")
+    yield markup.table(
+        frames.display_table(frames.speed_table(record)), "Replay against eager, median of a full bucket"
+    )
     if record.ledger:
         yield figures.show(plots.plot_ledger(record))
-    yield _table(frames.display_table(frames.ledger_table(record)), "Ledger: who owns which GiB")
+    yield markup.table(frames.display_table(frames.ledger_table(record)), "Ledger: who owns which GiB")
 
 
 def _overview(records: Sequence[RunRecord]) -> pd.DataFrame:
@@ -220,69 +212,14 @@ class _Figures:
     def show(self, figure: Figure) -> str:
         words = plots.alt_text(figure)
         if self._left <= 0:
-            return f'<p class="source">Figure left out to keep this file small. {_e(words)}</p>'
+            return f'<p class="source">Figure left out to keep this file small. {markup.safe(words)}</p>'
         png = base64.b64encode(plots.figure_png(figure)).decode()
         self._left -= len(png)
         width, height = (round(inches * 96) for inches in figure.get_size_inches())
         size = f'width="{width}" height="{height}"'
-        return f'<figure><img src="data:image/png;base64,{png}" {size} alt="{_e(words)}"></figure>'
-
-
-# --- pieces of HTML -----------------------------------------------------------------------------------------
-
-
-def _e(text: object) -> str:
-    """Text made harmless: escaped, and without characters that are not to be seen."""
-    return html.escape(frames.clean_text(text))
+        return f'<figure><img src="data:image/png;base64,{png}" {size} alt="{markup.safe(words)}"></figure>'
 
 
 def _name(record: RunRecord) -> str:
     policy, model, backend = (f(record) for f in (frames.policy_name, frames.model_name, frames.backend_name))
     return f"policy {policy}, {model}, {backend}: {record.outcome}"
-
-
-def _table(frame: pd.DataFrame, caption: str) -> str:
-    """A table of text whose index holds the row headings."""
-    if frame.empty:
-        return f'<p class="source">{_e(caption)}: none.</p>'
-    columns = [frame.index.name or frame.columns.name or "", *frame.columns]
-    head = "".join(f'<th scope="col">{_e(frames.heading(str(column)))}</th>' for column in columns)
-    rows = (
-        f'<tr><th scope="row">{_e(label)}</th>' + "".join(f"<td>{_e(cell)}</td>" for cell in cells) + "</tr>"
-        for label, *cells in frame.itertuples(name=None)
-    )
-    return (
-        # Focusable, so that a wide table can be scrolled with the keyboard.
-        f'<div class="wide" tabindex="0" role="region" aria-label="{_e(caption)}"><table>'
-        f"<caption>{_e(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n"
-        + "\n".join(rows)
-        + "\n</tbody></table></div>"
-    )
-
-
-def _pairs(caption: str, pairs: Mapping[str, Any]) -> str:
-    rows = "\n".join(
-        f'<tr><th scope="row">{_e(key)}</th><td>{_e(_value(value))}</td></tr>' for key, value in pairs.items()
-    )
-    return f'<table class="pairs"><caption>{_e(caption)}</caption>\n<tbody>\n{rows}\n</tbody></table>'
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return NA
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _list(caption: str, lines: Sequence[str]) -> str:
-    items = "\n".join(f"<li>{_e(one_line(line))}</li>" for line in lines)
-    return f"<h3>{_e(caption)}</h3>\n<ul>\n{items}\n</ul>" if lines else ""
-
-
-def _log(caption: str, lines: object) -> str:
-    """The end of a log: its last lines say most when something went wrong."""
-    if not isinstance(lines, list) or not lines:
-        return ""
-    text = "\n".join(str(line) for line in lines)
-    if len(text) > _LOG_CHARACTERS:
-        text = f"... ({len(text) - _LOG_CHARACTERS} characters left out)\n{text[-_LOG_CHARACTERS:]}"
-    return f'<h3>{_e(caption)}</h3>\n<pre tabindex="0">{_e(text)}</pre>'

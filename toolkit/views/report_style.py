@@ -60,7 +60,8 @@ comparison.</li>
 <li>Time: warm-up is an eager pass before the capture of a bucket. The bucket captured first also pays for
 what is done only once, such as compilation.</li>
 <li>Replay against eager compares full buckets, in interleaved pairs. A request that needs padding gains
-less; how much padding requests need is not known here.</li>
+less. Padding is the share of a bucket's rows that a replay computes for nothing, over the token counts the bucket
+serves, each counting the same; a request under half of its bucket runs eager instead and does not count.</li>
 <li>cpu (accounted): the CPU device records and replays the same calls, and its times are real CPU times.
 Its memory is accounted by a model of the CUDA caching allocator against a declared capacity. None of it
 tells how fast a GPU would be.</li>

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord
@@ -33,6 +34,7 @@ SMALL_PT = 11
 _SUBTITLE_CHARACTERS = 104
 _WORDS_CHARACTERS = 92
 _POINTS_PER_DIGIT = 8.4
+_LARGEST_DRAWN = 1e15
 _STYLE: dict[str, Any] = {
     "font.size": FONT_PT,
     "font.family": "DejaVu Sans",  # comes with Matplotlib, so that a figure looks the same everywhere
@@ -47,11 +49,19 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def sheet_style() -> AbstractContextManager[None]:
-    """Our style on top of Matplotlib's own, whatever style the user has set; theirs comes back afterwards."""
+_STYLE_LOCK = threading.RLock()
+
+
+@contextmanager
+def sheet_style() -> Iterator[None]:
+    """Our style on top of Matplotlib's own, whatever style the user has set; theirs comes back afterwards.
+
+    One thread at a time: the style is global to Matplotlib, and two that overlap would each restore the other's.
+    """
     import matplotlib.style
 
-    return matplotlib.style.context(["default", _STYLE])
+    with _STYLE_LOCK, matplotlib.style.context(["default", _STYLE]):
+        yield
 
 
 def new_sheet(
@@ -85,30 +95,38 @@ def new_sheet(
 
 def _subtitle_lines(subtitle: str, width: int) -> str:
     """Broken where a part ends (`a | b`) rather than inside one, unless the part itself is too long."""
-    lines = [""]
-    for part in one_line(subtitle).split(" | "):
-        longer = f"{lines[-1]} | {part}" if lines[-1] else part
-        if len(longer) <= width:
-            lines[-1] = longer
-        else:
-            lines += textwrap.wrap(part, width)
+    lines: list[str] = []
+    for block in subtitle.split("\n"):  # names of a record are one line each, so a break is meant
+        lines.append("")
+        for part in one_line(block).split(" | "):
+            longer = f"{lines[-1]} | {part}" if lines[-1] else part
+            if len(longer) <= width:
+                lines[-1] = longer
+            else:
+                lines += textwrap.wrap(part, width)
     return "\n".join(line for line in lines if line)
 
 
-def words_only(title: str, record: RunRecord | None, why: str = "") -> Figure:
+def words_only(title: str, record: RunRecord | None, why: str = "", subtitle: str = "") -> Figure:
     """A figure for a run that has nothing to plot: it says so, and why, instead of showing empty axes."""
     if record is not None and not why:
         why = f"No bucket was captured ({record.outcome}): {record.reason}"
     elif record is not None and record.outcome != "captured":
         why += f" Outcome {record.outcome}: {record.reason}"
-    subtitle = provenance(record) if record is not None else ""
+    if record is not None:
+        subtitle = provenance(record)
     with sheet_style():
         figure, (axes,) = new_sheet(title, subtitle, 3.0)
         axes.set_axis_off()
         text = textwrap.fill(one_line(clean_text(why)), _WORDS_CHARACTERS, max_lines=6, placeholder=" ...")
         axes.text(0, 0.5, text, transform=axes.transAxes, va="center", fontsize=FONT_PT + 1)
-    describe(figure, f"{title}, {subtitle}. {why}")
+    describe(figure, f"{title}, {in_one(subtitle)}. {why}")
     return figure
+
+
+def in_one(subtitle: str) -> str:
+    """A subtitle of several lines as part of a sentence."""
+    return subtitle.replace("\n", "; ")
 
 
 def describe(figure: Figure, words: str) -> None:
@@ -196,12 +214,21 @@ def finish_buckets(
         axes.set_axisbelow(True)
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     if oom_bucket in ladder:
-        _mark_oom(panels, ladder.index(oom_bucket), len(ladder), f"out of memory at {oom_bucket} tokens")
+        mark_oom(panels, ladder.index(oom_bucket), len(ladder), f"out of memory at {oom_bucket} tokens")
     panels[-1].set_xlabel(BUCKET_LABEL)
     figure.legend(loc="outside lower center", ncols=2, handlelength=3)
+    # Kept with the figure, for whoever wants to say more about a bucket where it stands.
+    cast(Any, figure).bucket_panels = (tuple(ladder), tuple(panels))
 
 
-def _mark_oom(panels: Sequence[Axes], position: int, count: int, words: str) -> None:
+def bucket_panels(figure: Figure) -> tuple[tuple[int, ...], tuple[Axes, ...]]:
+    """The ladder of a figure with the bucket axis, and its panels; bucket i stands at x = i. Else nothing."""
+    found: tuple[tuple[int, ...], tuple[Axes, ...]] = getattr(figure, "bucket_panels", ((), ()))
+    return found
+
+
+def mark_oom(panels: Sequence[Axes], position: int, count: int, words: str, line: int = 0) -> None:
+    """Hatch the bucket at `position` of `count` in every panel; `words` say why, a line lower for each `line`."""
     for axes in panels:
         axes.axvspan(position - 0.5, position + 0.5, fc="none", ec=VERMILLION, hatch="xx", zorder=0)
     # Room above the data, so that the words hide nothing.
@@ -211,7 +238,7 @@ def _mark_oom(panels: Sequence[Axes], position: int, count: int, words: str) -> 
     x, side = words_beside(position, count)
     top.text(
         x,
-        0.98,
+        0.98 - 0.11 * line,
         words,
         transform=top.get_xaxis_transform(),
         ha=side,
@@ -232,9 +259,19 @@ def words_beside(position: int, count: int) -> tuple[float, Literal["left", "rig
 # --- small things -----------------------------------------------------------------------------------------
 
 
+def drawable(*values: float | None) -> bool:
+    """Whether every value is a number that an axis can hold: a record may say 1e308, and Matplotlib overflows."""
+    return all(value is not None and abs(value) <= _LARGEST_DRAWN for value in values)
+
+
 def numbers(values: Sequence[float | None]) -> list[float]:
-    """Missing as NaN, which Matplotlib leaves out: a gap, never a 0."""
-    return [float("nan") if value is None else value for value in values]
+    """Missing, and what no axis can hold, as NaN, which Matplotlib leaves out: a gap, never a 0."""
+    return [value if value is not None and drawable(value) else float("nan") for value in values]
+
+
+def highest(values: Sequence[float]) -> float:
+    """The largest number among `values`, at least 0; NaN is left out."""
+    return max([0.0, *(value for value in values if value == value)])
 
 
 def paper() -> dict[str, Any]:

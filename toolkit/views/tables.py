@@ -20,6 +20,7 @@ from toolkit.views.frames import (
     memory_words,
     model_name,
     policy_name,
+    replay_ratio,
     seconds_words,
 )
 
@@ -165,8 +166,8 @@ def speed_view(points: Sequence[SpeedPoint]) -> Table:
     for heading in ("bucket (tokens)", "eager (ms)", "replay (ms)", "replay / eager"):
         table.add_column(heading, justify="right")
     for point in sorted(points, key=lambda point: point.num_tokens):
-        ratio = f"{point.replay_ms / point.eager_ms:.2f}" if point.eager_ms > 0 else NA
-        table.add_row(str(point.num_tokens), f"{point.eager_ms:.2f}", f"{point.replay_ms:.2f}", ratio)
+        figures = (point.eager_ms, point.replay_ms, replay_ratio(point))
+        table.add_row(str(point.num_tokens), *(display_value("ms", figure) for figure in figures))
     return table
 
 
