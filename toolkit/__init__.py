@@ -3,6 +3,7 @@
     import toolkit
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
     records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+    toolkit.Lab()  # in a notebook: the same with widgets
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
 """
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from toolkit.runs.store import RunStore
     from toolkit.runs.worker import CaptureJob
     from toolkit.settings import CaptureSettings
+    from toolkit.widgets.lab import Lab
 
 __version__ = "0.1.0"
 __all__ = [
     "CaptureJob",
     "CaptureSettings",
+    "Lab",
     "RunRecord",
     "RunStore",
     "__version__",
@@ -37,6 +40,7 @@ __all__ = [
 _HOMES = {
     "CaptureJob": "toolkit.runs.worker",
     "CaptureSettings": "toolkit.settings",
+    "Lab": "toolkit.widgets.lab",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
     "generate_prefill_buckets": "toolkit.ladder",

@@ -13,12 +13,13 @@ import typer
 from toolkit.cli_capture import RunsDir, perform, say_comparison, store_at
 from toolkit.cli_output import end_quietly, say
 from toolkit.errors import InvalidInput
+from toolkit.runs.store import RUNS_VARIABLE
 from toolkit.settings import CaptureSettings
 
 DEMO_FREE_GIB = 3.99
 """What was free in the regression test that came with the removal of the 4 GiB gate."""
 DEMO_CPU_CEILING = 1024
-NOTEBOOK = Path("notebooks") / "01_quickstart.ipynb"
+NOTEBOOK = Path("notebooks") / "01_capture_lab.ipynb"
 
 
 def demo(runs_dir: RunsDir = None) -> int:
@@ -55,7 +56,7 @@ def selfcheck(
 
 
 def lab() -> int:
-    """Open the quickstart notebook in JupyterLab."""
+    """Open the Lab's notebook in JupyterLab."""
     if find_spec("jupyterlab") is None:
         raise InvalidInput(
             "JupyterLab is not installed here",
@@ -68,5 +69,7 @@ def lab() -> int:
         raise InvalidInput(f"{NOTEBOOK} is not here", "run this in a checkout of prefill-lab, or: make lab")
     # Jupyter refuses to run as root unless told to; in a container root is often the only user there is.
     as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    # A notebook's folder is notebooks/; its runs belong beside those of the command line.
+    os.environ.setdefault(RUNS_VARIABLE, os.fspath(found[0].resolve().parents[1] / "runs"))
     end_quietly()
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", *as_root, os.fspath(found[0])])

@@ -1,0 +1,197 @@
+"""The Lab without a front end: captures queue, follow, cancel and end; runs are kept and found again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from toolkit.errors import InvalidInput, StorageError
+from toolkit.widgets.state import LabState
+
+HERE = Path(__file__).resolve().parent
+Make = Callable[..., LabState]
+
+
+@pytest.fixture
+def lab(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes a Lab whose child runs a stand-in; ends what it left running."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    made: list[LabState] = []
+
+    def make(stand_in: str = "three_buckets", **settings: Any) -> LabState:
+        made.append(LabState(executor=f"stand_ins:{stand_in}", **{"device": "cpu", **settings}))
+        return made[-1]
+
+    yield make
+    for state in made:
+        state.close()
+
+
+def until(true: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_capture_is_followed_shown_saved_and_found_again(lab: Make) -> None:
+    state = lab()
+    seen: list[Any] = []
+    state.observe(lambda change: seen.append(change["new"]), "record")
+    state.capture()
+    record = state.wait(30)
+    assert record is not None and record.outcome == "captured" and len(record.buckets) == 3
+    assert state.record == record and state.runs == (record,)
+    assert {len(live.buckets) for live in seen if live.is_running} <= {0, 1, 2, 3}
+    assert seen[0].is_running and seen[0].device_label == "cpu (accounted)"
+    assert not state.activity.running and record.id in state.message
+    again = lab()
+    assert again.runs == (record,)
+    again.show(record.id)
+    assert again.record == record and again.num_tokens == 64
+
+
+def test_a_second_capture_waits_its_turn_and_says_so(lab: Make) -> None:
+    state = lab("until_cancelled")
+    state.capture()
+    until(lambda: state.record is not None and state.record.buckets)
+    state.capture()
+    assert "waits its turn" in state.message and "1 waiting" in state.activity.words
+    first = state.record.id
+    state.cancel()
+    assert "cancelling" in state.activity.words
+    until(lambda: state.record is not None and state.record.id != first)
+    state.cancel()
+    last = state.wait(30)
+    assert [run.outcome for run in state.runs] == ["cancelled", "cancelled"]
+    assert last == state.runs[0] and state.runs[1].id == first
+
+
+def test_a_cancel_right_after_the_button_is_not_lost(lab: Make) -> None:
+    state = lab("until_cancelled")
+    state.cancel()
+    assert state.message == "nothing is running"
+    for _ in range(5):
+        state.capture()
+        state.cancel()
+        record = state.wait(30)
+        assert record is not None and record.outcome == "cancelled"
+
+
+def test_clear_forgets_what_waits_and_keeps_what_runs(lab: Make) -> None:
+    state = lab("until_cancelled")
+    state.capture()
+    until(lambda: state.record is not None and state.record.buckets)
+    state.capture()
+    state.clear()
+    assert state.record is None and "1 that waited will not run" in state.message
+    state.cancel()
+    record = state.wait(30)
+    assert record is not None and state.runs == (record,)
+    assert state.record is None, "what was cleared does not come back by itself"
+
+
+def test_a_child_that_is_killed_is_a_record_with_advice(lab: Make) -> None:
+    state = lab("until_cancelled")
+    state.capture()
+    until(lambda: state.record is not None and state.record.buckets)
+    assert state.child_pid is not None
+    os.kill(state.child_pid, signal.SIGKILL)
+    record = state.wait(30)
+    assert record is not None and record.outcome == "crashed" and record.signal == "SIGKILL" and record.advice
+
+
+def test_what_cannot_be_captured_is_refused_before_anything_starts(lab: Make, runs_dir: Path) -> None:
+    state = lab()
+    state.change(model="nonsense")
+    with pytest.raises(InvalidInput, match="nonsense"):
+        state.capture()
+    state.change(model="smollm2-135m")
+    runs_dir.write_text("a file")
+    with pytest.raises(InvalidInput, match="no folder"):
+        state.capture()
+    assert not state.activity.running and state.wait(1) is None
+
+
+def test_a_record_that_cannot_be_saved_is_still_shown(lab: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = lab()
+
+    def full(record: object) -> None:
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr(state.store, "save", full)
+    state.capture()
+    record = state.wait(30)
+    assert record is not None and state.record == record and "no space left" in state.message
+
+
+def test_a_listener_that_fails_does_not_stop_the_queue(lab: Make, caplog: pytest.LogCaptureFixture) -> None:
+    state = lab()
+
+    def broken(change: object) -> None:
+        raise RuntimeError("a bug in a view")
+
+    state.observe(broken, "activity")
+    with pytest.raises(RuntimeError):
+        state.capture()
+    assert state.wait(30) is not None
+    assert "a listener of the capture queue failed" in caplog.text
+
+
+def test_an_older_run_stays_in_sight_while_another_one_runs(lab: Make) -> None:
+    state = lab()
+    state.capture()
+    older = state.wait(30)
+    assert older is not None
+    state.capture()
+    until(lambda: state.activity.running and state.record is not None and state.record.id != older.id)
+    state.show(older.id)
+    state.wait(30)
+    assert state.record == older
+
+
+def test_auto_moves_the_fraction_and_a_hand_on_it_ends_auto(lab: Make) -> None:
+    state = lab(max_tokens=2048)
+    assert state.mem_fraction == pytest.approx(0.504)
+    state.pick(mem_fraction=0.7)
+    assert not state.auto_fraction and state.settings.mem_fraction == 0.7
+    state.pick(mem_fraction="auto")
+    assert state.mem_fraction == pytest.approx(0.504)
+
+
+def test_what_has_no_control_is_kept(lab: Make) -> None:
+    state = lab(prompt="The capital of France is", seed=3)
+    assert state.settings.prompt == "The capital of France is" and state.settings.seed == 3
+
+
+def test_fifty_captures_cancelled_at_random_moments_leave_nothing_behind(lab: Make) -> None:
+    state, generator = lab("until_cancelled"), random.Random(7)
+    me = psutil.Process()
+
+    def one() -> None:
+        state.capture()
+        time.sleep(generator.uniform(0, 0.5))
+        state.cancel()
+        record = state.wait(30)
+        assert record is not None and record.outcome == "cancelled"
+
+    one()
+    gc.collect()
+    threads, memory = threading.active_count(), me.memory_info().rss
+    for _ in range(50):
+        one()
+    until(lambda: threading.active_count() <= threads)
+    assert me.children(recursive=True) == []
+    gc.collect()
+    assert me.memory_info().rss - memory < 50 * 2**20
+    assert len(state.runs) == 51

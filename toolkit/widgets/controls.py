@@ -1,0 +1,226 @@
+"""The left half of the Lab: what to pick, what it means, and the buttons. A view: it decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as w
+
+from toolkit.catalogue import model_ids
+from toolkit.errors import PrefillLabError
+from toolkit.policies import POLICIES
+from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, MIN_DEVICE_GIB, Backend
+from toolkit.views import markup
+from toolkit.widgets.binding import bind
+from toolkit.widgets.panels import preview_html, snippets_html
+from toolkit.widgets.state import LabState
+
+POLICY_LABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
+_LABEL = {"description_width": "128px"}
+_WIDE = w.Layout(width="98%", max_width="560px")
+
+
+def pick_view(state: LabState) -> w.Widget:
+    """Every control, with what the settings mean beside it."""
+    controls = w.VBox(
+        [*_model(state), *_memory(state), *_graph(state)], layout=w.Layout(flex="1 1 420px", min_width="380px")
+    )
+    meaning = w.VBox(
+        [w.HTML("<h3>What these settings mean</h3>"), _preview(state), _snippets(state)],
+        layout=w.Layout(flex="1 1 380px", min_width="340px"),
+    )
+    return w.HBox([controls, meaning], layout=w.Layout(flex_flow="row wrap", width="100%"))
+
+
+def act_view(state: LabState) -> w.Widget:
+    """Capture, Cancel and Clear; below them how far the capture is."""
+    capture = _button(
+        "Capture", "play", "success", "Capture with these settings, in a child process", state.capture, state
+    )
+    cancel = _button("Cancel", "stop", "warning", "Stop between two buckets", state.cancel, state)
+    clear = _button("Clear", "eraser", "", "Show nothing; runs stay in the folder", state.clear, state)
+    bar = w.IntProgress(min=0, max=1, layout=w.Layout(width="260px"))
+    bar.add_class("plab-bar")
+    doing, message = _html("plab-activity"), _html("plab-message")
+
+    def show_activity(_: object = None) -> None:
+        now = state.activity
+        # The maximum first: a value above the old one would be cut to it.
+        bar.max, bar.value = max(1, now.total), min(now.done, max(1, now.total))
+        doing.value = f'<span role="status">{markup.safe(now.words)}</span>'
+        cancel.disabled = not now.running
+        capture.description = "Capture next" if now.running else "Capture"
+
+    def show_message(_: object = None) -> None:
+        message.value = f'<span role="status">{markup.safe(state.message)}</span>'
+
+    state.observe(show_activity, "activity")
+    state.observe(show_message, "message")
+    show_activity()
+    show_message()
+    buttons = w.HBox([capture, cancel, clear, bar], layout=w.Layout(flex_flow="row wrap", align_items="center"))
+    return w.VBox([buttons, doing, message])
+
+
+def _model(state: LabState) -> list[w.Widget]:
+    model = w.Combobox(
+        options=model_ids(),
+        description="Model",
+        placeholder="catalogue id, hub id or path",
+        tooltip="A catalogue id (type to search), a hub id org/name, or the path of a folder, config or .gguf file",
+        continuous_update=False,
+        style=_LABEL,
+        layout=_WIDE,
+    )
+    device = w.Dropdown(
+        options=[(option.label, option.value) for option in state.devices],
+        description="Device",
+        style=_LABEL,
+        layout=_WIDE,
+    )
+    capacity = w.BoundedFloatText(
+        description="its memory (GiB)",
+        tooltip="Declared capacity of the accounted CPU device",
+        min=MIN_DEVICE_GIB,
+        max=MAX_DEVICE_GIB,
+        step=1,
+        style=_LABEL,
+        layout=w.Layout(width="240px"),
+    )
+    bind(state, "model", model)
+    bind(state, "device", device)
+    bind(state, "device_memory_gib", capacity)
+    _enable(state, capacity, "device", lambda: state.device == "cpu")
+    return [_named(model, "model"), _named(device, "device"), _named(capacity, "capacity")]
+
+
+def _memory(state: LabState) -> list[w.Widget]:
+    auto = w.Checkbox(description="auto (the server's heuristic)", indent=False, layout=w.Layout(width="230px"))
+    slider = w.FloatSlider(
+        description="Memory fraction",
+        min=0.5,
+        max=0.98,
+        step=0.001,
+        readout_format=".3f",
+        style=_LABEL,
+        layout=w.Layout(width="98%", max_width="560px"),
+    )
+    leave = w.ToggleButtons(
+        options=[("as the fraction leaves it", False), ("exactly", True)],
+        description="Free memory",
+        tooltips=["The KV pool takes its fraction", "The KV pool is sized so that this much is left"],
+        style={**_LABEL, "button_width": "auto"},
+    )
+    free = w.BoundedFloatText(
+        description="GiB left free",
+        min=0.001,
+        max=MAX_DEVICE_GIB,
+        step=0.01,
+        style=_LABEL,
+        layout=w.Layout(width="240px"),
+    )
+    bind(state, "auto_fraction", auto)
+    # Whoever moves the slider has chosen by hand.
+    bind(state, "mem_fraction", slider, lambda value: state.change(auto_fraction=False, mem_fraction=value))
+    bind(state, "leave_exactly", leave)
+    bind(state, "free_memory_gib", free)
+    for widget in (auto, slider):
+        _enable(state, widget, "leave_exactly", lambda: not state.leave_exactly)
+    _enable(state, free, "leave_exactly", lambda: state.leave_exactly)
+    return [_named(slider, "fraction"), _named(auto, "auto"), _named(leave, "leave"), _named(free, "free")]
+
+
+def _graph(state: LabState) -> list[w.Widget]:
+    backend = w.ToggleButtons(
+        options=[kind.value for kind in Backend],
+        description="Prefill backend",
+        tooltips=["Nobody chooses: the old gate applies", *["Chosen by hand: bypasses the old gate"] * 3, "No capture"],
+        style={**_LABEL, "button_width": "auto"},
+    )
+    policy = w.ToggleButtons(
+        options=[(POLICY_LABELS.get(name, name), name) for name in POLICIES],
+        description="Policy",
+        tooltips=[str(policy.__doc__).splitlines()[0] for policy in POLICIES.values()],
+        style={**_LABEL, "button_width": "auto"},
+    )
+    ladder = w.ToggleButtons(
+        options=[("server default", "default"), ("up to a ceiling", "ceiling"), ("own", "own")],
+        description="Ladder",
+        style={**_LABEL, "button_width": "auto"},
+    )
+    ceiling = w.BoundedIntText(
+        description="ceiling (tokens)",
+        min=1,
+        max=MAX_BUCKET_TOKENS,
+        step=64,
+        style=_LABEL,
+        layout=w.Layout(width="240px"),
+    )
+    own = w.Text(
+        description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=_LABEL, layout=_WIDE
+    )
+    for name, widget in (("backend", backend), ("policy", policy), ("ladder", ladder)):
+        bind(state, name, widget)
+    bind(state, "max_tokens", ceiling)
+    bind(state, "buckets", own)
+    _enable(state, ceiling, "ladder", lambda: state.ladder == "ceiling")
+    _enable(state, own, "ladder", lambda: state.ladder == "own")
+    names = ("backend", "policy", "ladder", "ceiling", "own")
+    return [_named(widget, name) for widget, name in zip((backend, policy, ladder, ceiling, own), names, strict=True)]
+
+
+def _preview(state: LabState) -> w.Widget:
+    shown = _html("plab-preview")
+
+    def show(_: object = None) -> None:
+        shown.value = preview_html(state.preview)
+
+    state.observe(show, "preview")
+    show()
+    return shown
+
+
+def _snippets(state: LabState) -> w.Widget:
+    """The settings as code."""
+    shown = _html("plab-snippets")
+
+    def show(_: object = None) -> None:
+        shown.value = snippets_html(state.preview)
+
+    state.observe(show, "preview")
+    show()
+    return shown
+
+
+def _enable(state: LabState, widget: w.Widget, trait: str, when: Callable[[], bool]) -> None:
+    def update(_: object = None) -> None:
+        widget.disabled = not when()
+
+    state.observe(update, trait)
+    update()
+
+
+def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], Any], state: LabState) -> w.Button:
+    button = w.Button(description=name, icon=icon, button_style=style, tooltip=tooltip)
+
+    def pressed(_: w.Button) -> None:
+        try:
+            act()
+        except PrefillLabError as error:
+            state.message = str(error)
+
+    button.on_click(pressed)
+    return _named(button, name.lower())
+
+
+def _named(widget: w.Widget, name: str) -> w.Widget:
+    """A class by which style sheets and tests find the widget."""
+    widget.add_class(f"plab-{name}")
+    return widget
+
+
+def _html(name: str) -> w.HTML:
+    shown = w.HTML(layout=w.Layout(width="100%"))
+    shown.add_class(name)
+    return shown

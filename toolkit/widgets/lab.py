@@ -1,0 +1,144 @@
+"""`toolkit.Lab`: pick, capture, see, keep. The state works alone; the widgets are built when it is displayed."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import InvalidInput
+from toolkit.runs.record import RunRecord
+from toolkit.views import frames
+
+if TYPE_CHECKING:
+    from toolkit.widgets.choice import Preview
+    from toolkit.widgets.state import LabState
+
+
+class Lab:
+    """A Lab in a notebook: `lab = toolkit.Lab()`, and `lab` as the last line of a cell displays it.
+
+    What its buttons do can be done in code: `lab.pick(policy="gated")`, `lab.capture()`, `lab.wait()`.
+    """
+
+    def __init__(self, runs_dir: Path | str | None = None, **settings: Any) -> None:
+        """Settings are those of CaptureSettings and only the start: every control can be moved.
+
+        Records are kept in `runs_dir`, else PREFILL_LAB_RUNS, else ./runs, and found there again. Raises
+        InvalidInput for settings that cannot be used, and where ipywidgets is not installed.
+        """
+        _check_installed()
+        from toolkit.widgets.state import LabState
+
+        self.state: LabState = LabState(runs_dir, **settings)
+
+    def pick(self, **settings: Any) -> Lab:
+        """Set controls by the names of CaptureSettings. Raises InvalidInput; then nothing has changed."""
+        self.state.pick(**settings)
+        return self
+
+    def capture(self, **settings: Any) -> Lab:
+        """Ask for a capture, after picking `settings`. Returns at once: it runs, or waits its turn.
+
+        Raises InvalidInput for settings that cannot be used, StorageError for a folder that cannot be written.
+        """
+        self.state.pick(**settings)
+        self.state.capture()
+        return self
+
+    def wait(self, timeout: float | None = None) -> RunRecord | None:
+        """Wait until nothing runs or waits, and return the record of the last capture; None if there was none.
+
+        Raises TimeoutError after `timeout` seconds, InvalidInput when the capture was refused. Interrupting
+        the cell cancels the capture.
+        """
+        return self.state.wait(timeout)
+
+    def cancel(self) -> None:
+        """Stop the capture that runs, between two buckets."""
+        self.state.cancel()
+
+    def clear(self) -> None:
+        """Show nothing and forget the captures that wait; records stay in the folder."""
+        self.state.clear()
+
+    def show(self, run: RunRecord | str | None, over: RunRecord | str | None = None) -> Lab:
+        """Show a run (a record or its id), and another one laid over it; None shows none."""
+        for one, other in ((run, False), (over, True)):
+            self.state.show(one.id if isinstance(one, RunRecord) else one, other=other)
+        return self
+
+    def export(self, kind: str) -> Path:
+        """Write the run shown to the folder `exports` beside the runs, and return the file's path.
+
+        Raises InvalidInput for an unknown kind (the message lists them) or when no finished run is shown.
+        """
+        return self.state.export(kind)
+
+    def close(self) -> None:
+        """End what runs, and forget what waits."""
+        self.state.close()
+
+    @property
+    def preview(self) -> Preview:
+        """What the controls mean before anything is captured: fraction, ladder, free memory, verdict, in words."""
+        shown = self.state.preview
+        assert shown is not None
+        return shown
+
+    @property
+    def record(self) -> RunRecord | None:
+        """The run that is shown; while a capture runs its outcome is `running`."""
+        return self.state.record
+
+    @property
+    def runs(self) -> tuple[RunRecord, ...]:
+        """Every run in the folder, newest first."""
+        return self.state.runs
+
+    @cached_property
+    def view(self) -> Any:
+        """The widgets, built once: displayed twice, they are one and the same."""
+        import ipywidgets
+
+        from toolkit.widgets.controls import act_view, pick_view
+        from toolkit.widgets.panels import STYLE
+        from toolkit.widgets.results import ResultsView
+
+        parts = [ipywidgets.HTML(STYLE), pick_view(self.state), act_view(self.state), ResultsView(self.state).box]
+        box = ipywidgets.VBox(parts, layout=ipywidgets.Layout(width="100%"))
+        box.add_class("plab")
+        return box
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        bundle = self.view._repr_mimebundle_(**kwargs)
+        return {**bundle, "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        """What is picked, what it means and what is shown, as text: for GitHub, and where no widget is drawn."""
+        state = self.state
+        shown = state.preview
+        lines = [
+            f"Prefill Lab: model {state.model}, device {state.device}, backend {state.backend}, policy {state.policy}"
+        ]
+        if shown is not None and shown.settings is None:
+            lines.append(f"  cannot be captured: {shown.problem}")
+        elif shown is not None:
+            parts = (("memory fraction", shown.fraction), ("ladder", shown.ladder), ("free before", shown.free))
+            lines += [f"  {name}: {words}" for name, words in (*parts, ("verdict", shown.verdict))]
+        lines.append(f"  {_shown(state.record)}")
+        return "\n".join(lines)
+
+
+def _check_installed() -> None:
+    if find_spec("ipywidgets") is None:
+        raise InvalidInput("the Lab needs ipywidgets", "it comes with the extra lab", "pip install 'prefill-lab[lab]'")
+
+
+def _shown(record: RunRecord | None) -> str:
+    if record is None:
+        return "no run is shown"
+    usage = frames.memory_words(record.mem_usage_gib)
+    counted = f"{len(record.buckets)} buckets captured, {usage}, measured on {frames.device_name(record)}"
+    return f"run shown: {record.outcome}, {counted}"

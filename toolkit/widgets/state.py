@@ -1,0 +1,315 @@
+"""The state of a Lab: what is picked, what runs, what is shown. No front end is needed to use or test it.
+
+Guarded by one lock: a front end may call in from the kernel's main thread or from a subshell, and captures are
+followed on a thread of their own. Observers are called with the lock held, on whichever thread made the change.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from traitlets import Bool, Float, HasTraits, Instance, Int, Tuple, Unicode, observe
+
+from toolkit.errors import InvalidInput, PrefillLabError
+from toolkit.runs.child import Event
+from toolkit.runs.queue import CaptureQueue
+from toolkit.runs.record import RunRecord
+from toolkit.runs.store import RunStore
+from toolkit.runs.worker import EXECUTOR, CaptureJob
+from toolkit.settings import CaptureSettings
+from toolkit.widgets.choice import Choice, DeviceOption, Preview, controls_for, preview
+from toolkit.widgets.devices import device_options
+
+CPU_CEILING = 512
+"""The ladder the Lab begins with where there is no GPU: the larger buckets take most of the time there."""
+FIRST_BUCKET_NOTE = "the first bucket also pays for what happens only once, such as compilation and loading kernels"
+CHOICES = tuple(field.name for field in fields(Choice))
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What is going on. `done` of `total` are buckets (or steps of a check); `total` is 0 outside of those."""
+
+    running: bool = False
+    cancelling: bool = False
+    waiting: int = 0
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    num_tokens: int | None = None
+    elapsed_s: float = 0.0
+    note: str = ""
+
+    @property
+    def words(self) -> str:
+        """One line: stage, buckets done, elapsed seconds, who waits. Never an estimate of what is left."""
+        if not self.running:
+            return "idle"
+        parts = ["cancelling: stops after the bucket it is in" if self.cancelling else self.stage or "starting"]
+        if self.total:
+            parts.append(f"{self.done} of {self.total}")
+        if self.num_tokens is not None and not self.cancelling:
+            parts.append(f"at {self.num_tokens} tokens")
+        parts.append(f"{self.elapsed_s:.0f} s elapsed")
+        if self.waiting:
+            parts.append(f"{self.waiting} waiting for their turn")
+        return ", ".join(parts) + (f" ({self.note})" if self.note else "")
+
+
+class LabState(HasTraits):
+    """Traits are the controls (`CHOICES`), and what follows from them: `preview`, `activity`, `record`, `runs`."""
+
+    model = Unicode("smollm2-135m")
+    device = Unicode("cpu")
+    device_memory_gib = Float(8.0)
+    auto_fraction = Bool(True)
+    mem_fraction = Float(0.85)
+    backend = Unicode("auto")
+    policy = Unicode("ungated")
+    ladder = Unicode("default")
+    max_tokens = Int(CPU_CEILING)
+    buckets = Unicode("8,32,128,512")
+    leave_exactly = Bool(False)
+    free_memory_gib = Float(3.99)
+
+    preview = Instance(Preview, allow_none=True)
+    activity = Instance(Activity, args=())
+    record = Instance(RunRecord, allow_none=True)
+    other = Instance(RunRecord, allow_none=True)
+    num_tokens = Int(0)
+    runs = Tuple()
+    message = Unicode("")
+
+    def __init__(self, runs_dir: Path | str | None = None, *, executor: str = EXECUTOR, **settings: Any) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
+        self.store = RunStore(runs_dir)
+        self.devices: tuple[DeviceOption, ...] = device_options()
+        self.others: dict[str, Any] = {}
+        self._queue = CaptureQueue(self, executor=executor)
+        self._started = 0.0
+        self._following = True
+        self._ended: RunRecord | PrefillLabError | None = None
+        self.device = self.devices[0].value
+        self.pick(**settings)
+        if self.device == "cpu" and not {"max_tokens", "buckets", "chunked_prefill_size"} & settings.keys():
+            self.change(ladder="ceiling", max_tokens=CPU_CEILING)
+        self._show_preview()
+        self.find_runs()
+
+    # --- what is picked ---------------------------------------------------------------------------------------
+
+    def pick(self, **settings: Any) -> None:
+        """Set the controls by the names of CaptureSettings: `model`, `mem_fraction="auto"`, `buckets=(8, 16)`, ...
+
+        Raises InvalidInput for a setting that does not exist or cannot be used; then nothing has changed.
+        """
+        controls = controls_for(settings)
+        if controls.get("device") == "auto":
+            controls["device"] = self.devices[0].value
+        known = [option.value for option in self.devices]
+        if controls.get("device", known[0]) not in known:
+            raise InvalidInput(
+                f"device {controls['device']!r} is not on this machine", f"devices are {', '.join(known)}"
+            )
+        with self.lock:
+            self.others.update({name: controls.pop(name) for name in [*controls] if name not in CHOICES})
+            self.change(**controls)
+            self._show_preview()
+
+    def change(self, **controls: Any) -> None:
+        """Set controls by their own names, whatever their values: the preview says what cannot be used."""
+        with self.lock, self.hold_trait_notifications():
+            for name, value in controls.items():
+                setattr(self, name, value)
+
+    @property
+    def choice(self) -> Choice:
+        """The controls as they stand, frozen."""
+        return Choice(**{name: getattr(self, name) for name in CHOICES})
+
+    @property
+    def settings(self) -> CaptureSettings:
+        """The settings that the controls stand for. Raises InvalidInput when they cannot be used."""
+        return self.choice.settings(**self.others)
+
+    @property
+    def total_mib(self) -> float | None:
+        """Memory of the device that is picked, MiB: nvidia-smi's, or the capacity declared for the CPU device."""
+        if self.device == "cpu":
+            return self.device_memory_gib * 1024
+        return next((option.total_mib for option in self.devices if option.value == self.device), None)
+
+    @observe(*CHOICES)
+    def _show_preview(self, _change: object = None) -> None:
+        with self.lock:
+            self.preview = preview(self.choice, self.total_mib, **self.others)
+            if self.auto_fraction and self.preview.mem_fraction is not None:
+                self.mem_fraction = self.preview.mem_fraction  # so that a slider shows what auto gives
+
+    # --- captures ---------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Ask for a capture with the settings as they stand; it begins at once or waits its turn.
+
+        Raises InvalidInput when they cannot be used, and StorageError when the record could not be saved.
+        """
+        settings = self.settings
+        self.store.check()
+        with self.lock:
+            self._ended = None
+            before = self._queue.submit(settings)
+            turn = "it begins now" if not before else f"{before} before it: it waits its turn"
+            self.message = f"capture asked for ({settings.policy}, {settings.resolved_backend}): {turn}"
+            self.activity = replace(self.activity, running=True, waiting=before)
+
+    def cancel(self) -> None:
+        """Stop the capture that runs, between two buckets; after 5 s its process is ended. Those that wait go on."""
+        with self.lock:
+            if not self._queue.busy:
+                self.message = "nothing is running"
+                return
+            self._queue.cancel()
+            self.activity = replace(self.activity, cancelling=True)
+
+    def clear(self) -> None:
+        """Show nothing and forget the captures that wait. What runs goes on, and records stay in the folder."""
+        with self.lock:
+            dropped = self._queue.drop_waiting()
+            self._following = False
+            self.record = self.other = None
+            self.activity = replace(self.activity, waiting=0)
+            words = f"; {dropped} that waited will not run" if dropped else ""
+            self.message = f"cleared{words}; {len(self.runs)} runs are kept in {self.store.folder}"
+
+    def wait(self, timeout: float | None = None) -> RunRecord | None:
+        """Wait until nothing runs or waits; the record of the last capture, None when there was none.
+
+        Raises TimeoutError after `timeout` seconds, and what a refused capture was refused with.
+        Interrupting it (Ctrl-C, or the stop button of a notebook) cancels the capture that runs.
+        """
+        try:
+            idle = self._queue.wait(timeout)
+        except KeyboardInterrupt:
+            self._queue.drop_waiting()
+            self.cancel()
+            idle = self._queue.wait(timeout)
+        if not idle:
+            raise TimeoutError(f"a capture is still running after {timeout:g} s")
+        if isinstance(self._ended, PrefillLabError):
+            raise self._ended
+        return self._ended
+
+    @property
+    def child_pid(self) -> int | None:
+        """Process id of the capture that runs, None when none does."""
+        job = self._queue.job
+        return job.pid if job is not None else None
+
+    def close(self) -> None:
+        """End what runs and forget what waits."""
+        self._queue.close()
+
+    # --- runs -------------------------------------------------------------------------------------------------
+
+    def find_runs(self) -> None:
+        """Read the folder of runs again, newest first; damaged files are counted in the message."""
+        try:
+            records, damaged = self.store.scan()
+        except PrefillLabError as error:
+            records, damaged = [], [str(error)]
+        with self.lock:
+            self.runs = tuple(reversed(records))
+            if damaged:
+                more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+                self.message = f"{damaged[0]}{more}"
+
+    def show(self, run_id: str | None, *, other: bool = False) -> None:
+        """Show the run of this id, or lay it over the one shown; None shows none."""
+        with self.lock:
+            found = next((run for run in self.runs if run.id == run_id), None)
+            if other:
+                self.other = found
+            else:
+                self._following = False
+                self._show_record(found)
+
+    def export(self, kind: str) -> Path:
+        """Write the run shown to a file in the folder `exports` of the runs folder; returns its path.
+
+        Raises InvalidInput when no finished run is shown, and StorageError when it cannot be written.
+        """
+        from toolkit.views.export import export_file
+
+        record = self.record
+        if record is None or record.is_running:
+            raise InvalidInput(
+                "no finished run is shown", "a run that has ended", "capture first, or pick one of the runs"
+            )
+        path = export_file(record, kind, self.store.folder / "exports")
+        self.message = f"{kind} saved as {path}"
+        return path
+
+    def _show_record(self, record: RunRecord | None) -> None:
+        self.record = record
+        tokens = [bucket.num_tokens for bucket in record.buckets] if record is not None else []
+        if tokens and self.num_tokens not in tokens:
+            self.num_tokens = max(tokens)
+
+    # --- what the queue tells ---------------------------------------------------------------------------------
+
+    def started(self, job: CaptureJob, waiting: int) -> None:
+        """A capture begins: follow it."""
+        with self.lock:
+            self._started, self._following = time.monotonic(), True
+            self.activity = Activity(running=True, waiting=waiting, stage="starting the child process")
+            self._show_record(job.so_far())
+
+    def progress(self, job: CaptureJob, events: list[Event], waiting: int) -> None:
+        """Events of the capture that runs, or only time that went by."""
+        with self.lock:
+            now = self.activity
+            for event in events:
+                now = after_event(now, event)
+            # Whole seconds: what has not changed is not sent to the front end.
+            self.activity = replace(now, waiting=waiting, elapsed_s=float(int(time.monotonic() - self._started)))
+            if self._following and any(event["event"] not in ("step", "bucket_begin") for event in events):
+                self._show_record(job.so_far())
+
+    def ended(self, job: CaptureJob, record: RunRecord | None, problem: PrefillLabError | None, waiting: int) -> None:
+        """The capture has ended: save its record and show it."""
+        with self.lock:
+            self._ended = record or problem
+            self.message = self._save(record) if record is not None else f"refused: {problem}"
+            self.activity = Activity(running=waiting > 0, waiting=waiting)
+            if self._following:
+                self._show_record(record)
+
+    def _save(self, record: RunRecord) -> str:
+        self.runs = (record, *self.runs)
+        try:
+            path = self.store.save(record)
+        except PrefillLabError as error:
+            return str(error)
+        return f"{record.outcome}: saved as {path}"
+
+
+def after_event(now: Activity, event: Event) -> Activity:
+    """What is going on after one event of a capture."""
+    match event["event"]:
+        case "stage":
+            stage = ": ".join(str(event[key]) for key in ("name", "detail") if event.get(key))
+            return replace(now, stage=stage, done=0, total=0, num_tokens=None, note="")
+        case "bucket_begin":
+            first = event["index"] == 0
+            note = FIRST_BUCKET_NOTE if first else ""
+            return replace(now, num_tokens=event["num_tokens"], total=event["total"], note=note)
+        case "bucket":
+            return replace(now, done=now.done + 1)
+        case "step":
+            return replace(now, done=event["index"], total=event["total"])
+    return now
