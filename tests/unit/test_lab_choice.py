@@ -96,7 +96,8 @@ def test_an_unknown_device_memory_is_not_made_up() -> None:
 
 
 @given(
-    fraction=st.one_of(st.just("auto"), st.floats(0.3, 0.98)), backend=st.sampled_from([kind.value for kind in Backend]),
+    fraction=st.one_of(st.just("auto"), st.floats(0.3, 0.98)),
+    backend=st.sampled_from([kind.value for kind in Backend]),
     policy=st.sampled_from(sorted(POLICIES)),
     ladder=st.one_of(
         st.none(), st.integers(1, 1 << 20), st.sets(st.integers(1, 8192), min_size=1, max_size=9).map(sorted).map(tuple)
