@@ -33,8 +33,8 @@ HEADINGS = {
     "graph_nodes": "graph nodes",
     "buckets_captured": "buckets captured",
     "free_before_gib": "free before (GiB)",
-    "memory_used_gib": "memory used (GiB)",
-    "peak_gib": "peak (GiB)",
+    "memory_used_gib": "memory used",
+    "peak_gib": "peak",
     "replay_vs_eager": "replay / eager (median)",
     "device": "measured on",
     "eager_ms": "eager (ms)",
@@ -68,6 +68,8 @@ OWNERS = {
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST_NAME = 80
+# From a few MiB on a laptop to many GiB on a server: each with its unit, or a small one would read as nothing.
+_WITH_UNIT = frozenset({"memory_used_gib", "peak_gib"})
 _DECIMALS = {"gib": 3, "mib": 2, "s": 3, "ms": 2, "ratio": 2, "eager": 2, "percent": 1}
 
 
@@ -262,6 +264,8 @@ def display_value(column: str, value: object) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             return NA
+        if column in _WITH_UNIT:
+            return memory_words(value)
         # Adding 0.0 turns a rounded -0.0 into 0.0: a usage of "-0.00" says nothing.
         return _fixed(round(value, _decimals(column)) + 0.0, _decimals(column))
     return str(value)
