@@ -37,6 +37,14 @@ def test_out_of_memory_names_every_way_out() -> None:
     assert "small buckets does not help" in lines[0]
 
 
+def test_out_of_memory_at_a_later_bucket_drops_the_larger_ones() -> None:
+    # Measured on the accounted CPU: 512 captured, out of memory at 256; the ladder 128, 256 then fits.
+    facts = {"oom_bucket": 256, "buckets": [{"num_tokens": 512}]}
+    lines = advice("oom", "out_of_memory", settings={"buckets": (128, 256, 512)}, **facts)
+    assert "--buckets 128,256 " in lines[0]
+    assert options(advice("oom", "out_of_memory", **facts))["max-tokens"] == "256"
+
+
 def test_with_free_memory_given_more_of_it_is_advised() -> None:
     lines = advice("oom", "out_of_memory", settings={"free_memory_gib": 0.5}, oom_bucket=64)
     assert options(lines) == {"max-tokens": "32", "free-memory": "1", "backend": "disabled"}

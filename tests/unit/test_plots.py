@@ -155,11 +155,13 @@ def test_the_old_gate_is_drawn_and_named() -> None:
         assert "old gate 4.00 GiB (SGLang 0.5.16-0.5.17)" in all_text(figure)
 
 
-def test_the_gate_is_in_view_however_much_is_free() -> None:
-    for free in (0.3, 3.97, 140.0):
-        low, high = plots.plot_memory(made_up_record(free_before_gib=free)).axes[1].get_ylim()
-        assert low < 4.0 < high
-        assert low < free < high
+def test_the_gate_is_in_view_or_named_above_the_axis() -> None:
+    for free, drawn in ((0.3, False), (1.01, True), (3.97, True), (140.0, True)):
+        figure = plots.plot_memory(made_up_record(free_before_gib=free))
+        low, high = figure.axes[1].get_ylim()
+        assert bool(low < 4.0 < high) is drawn
+        legend = " ".join(text.get_text() for text in figure.legends[0].get_texts())
+        assert ("above this axis" in legend) is not drawn
 
 
 def test_bars_carry_the_figures_of_the_record() -> None:

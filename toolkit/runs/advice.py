@@ -27,7 +27,9 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str
         ]
     advice = []
     fraction, bucket = fields.get("mem_fraction_static"), fields.get("oom_bucket")
-    ladder = _lower_ladder(bucket, settings) if bucket else None
+    # Where larger buckets were captured before, leaving those out gives back what they took.
+    most = bucket if bucket and fields.get("buckets") else (bucket or 0) // 2
+    ladder = _lower_ladder(most, settings)
     if ladder:
         advice.append(
             f"lower the ceiling: {ladder} (the largest bucket pays for the pool, so leaving out small buckets does "
@@ -50,12 +52,12 @@ def _lower_fraction(fraction: float | None, fields: Mapping[str, Any]) -> float 
     return round(fraction - _MORE_FREE_GIB / total, 3)
 
 
-def _lower_ladder(bucket: int, settings: CaptureSettings) -> str | None:
-    """The option for a ladder of at most half of `bucket`: a ceiling, or the buckets where those were given."""
-    ceiling = generate_prefill_buckets(bucket // 2)[-1:]
+def _lower_ladder(most: int, settings: CaptureSettings) -> str | None:
+    """The option for a ladder of buckets up to `most`: a ceiling, or the buckets where those were given."""
+    ceiling = generate_prefill_buckets(most)[-1:]
     if settings.buckets is None:
         return f"--max-tokens {ceiling[0]}" if ceiling else None
-    smaller = [each for each in settings.buckets if each <= bucket // 2] or ceiling
+    smaller = [each for each in settings.buckets if each <= most] or ceiling
     return f"--buckets {','.join(map(str, smaller))}" if smaller else None
 
 

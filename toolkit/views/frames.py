@@ -103,6 +103,16 @@ def device_name(record: RunRecord) -> str:
     return _name(record.device_label)
 
 
+def ladder_name(record: RunRecord) -> str:
+    """The ladder that was asked for, as far as the record says: `42 buckets to 2048`."""
+    planned = {*record.capture_order, *(bucket.num_tokens for bucket in record.buckets)}
+    planned |= {*(record.settings.get("buckets") or ())}
+    if not planned:
+        ceiling = record.settings.get("max_tokens")
+        return "default ladder" if ceiling is None else f"buckets to {_name(ceiling)}"
+    return f"{len(planned)} bucket{'s' if len(planned) > 1 else ''} to {max(planned)}"
+
+
 def is_accounted(record: RunRecord) -> bool:
     """Whether memory in this record comes from the allocator model rather than from a device."""
     return "accounted" in record.device_label.lower()

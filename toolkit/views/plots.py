@@ -19,6 +19,7 @@ from toolkit.views.frames import (
     backend_name,
     capture_position,
     device_name,
+    ladder_name,
     ledger_table,
     memory_words,
     model_name,
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 GATE_LABEL = f"old gate {GATE_GIB:.2f} GiB (SGLang 0.5.16-0.5.17)"
+_GATE_FACTOR = 4
+"""With less than the gate divided by this free, the gate's line is left out and the legend says so."""
 MAX_COMPARED = 24
 """More runs than this do not fit one legible figure; the rest is counted in the subtitle."""
 _CUT_FACTOR = 8
@@ -158,8 +161,12 @@ def _draw_added(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
 
 def _draw_free(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
     free = sheet.numbers([bucket.free_after_gib if bucket else None for bucket in _by_tokens(record, ladder)])
-    axes.axhline(GATE_GIB, color=sheet.VERMILLION, linestyle="-.", linewidth=2, label=GATE_LABEL)
     before = sheet.numbers([record.free_before_gib])[0]  # a line at NaN is not drawn, and its label says n/a
+    # Far below the gate the line would flatten everything else into the axis.
+    above = 0 < sheet.highest([before, *free]) * _GATE_FACTOR < GATE_GIB
+    gate = float("nan") if above else GATE_GIB
+    label = f"{GATE_LABEL}{', above this axis' if above else ''}"
+    axes.axhline(gate, color=sheet.VERMILLION, linestyle="-.", linewidth=2, label=label)
     label = f"free before the capture ({memory_words(record.free_before_gib)})"
     axes.axhline(before, color=sheet.BLUE, linestyle=":", linewidth=2.5, label=label)
     known = any(value == value for value in free)
@@ -323,7 +330,7 @@ def _shared_provenance(records: Sequence[RunRecord]) -> str:
 def _row_names(records: Sequence[RunRecord]) -> list[str]:
     """The policy of each run, and below it whatever else tells the runs apart."""
     lines = [[policy_name(run)] for run in records]
-    for read in (model_name, backend_name, device_name):
+    for read in (model_name, backend_name, device_name, ladder_name):
         values = [read(run) for run in records]
         if len(set(values)) > 1:
             for row, value in zip(lines, values, strict=True):
