@@ -149,6 +149,10 @@ class Release(_Part):
     post_capture: PostCapture | None
     breakable_multimodal: frozenset[str]
     piecewise_multimodal: frozenset[str]
+    guards: tuple[str, ...]
+    eagle_spares: frozenset[str]
+    lora_guard_detail: str
+    layers_guard_names_role: bool
     least_capability: Mapping[str, float]
     rules: tuple[Rule, ...]
 
