@@ -199,20 +199,32 @@ BENT: dict[str, Callable[[int], AllocationTrace]] = {
 }
 
 
+@pytest.mark.parametrize("confirm", [True, False])
 @pytest.mark.parametrize("record", BENT.values(), ids=BENT)
-def test_what_is_not_affine_is_recorded_bucket_by_bucket(record: Callable[[int], AllocationTrace]) -> None:
+def test_what_is_not_affine_is_recorded_bucket_by_bucket(
+    record: Callable[[int], AllocationTrace], confirm: bool
+) -> None:
     recorded, asked = counting(record)
-    traces = AffineTraces(recorded, 4, 8192)
+    traces = AffineTraces(recorded, 4, 8192, confirm=confirm)
     assert not traces.is_affine
     assert [traces.at(count) for count in (4, 100, 640, 8192)] == [record(count) for count in (4, 100, 640, 8192)]
     assert {100, 640} <= set(asked)
     assert len(asked) == len(set(asked)), "a count was recorded twice"
 
 
+def test_a_bend_that_meets_the_line_at_both_ends_is_found_by_the_third_recording() -> None:
+    def record(count: int) -> AllocationTrace:
+        return AllocationTrace((count * 2 if count in (4, 8192) else count,), (0,))
+
+    assert not AffineTraces(record, 4, 8192).is_affine
+    assert AffineTraces(record, 4, 8192, confirm=False).is_affine  # which is why it is made
+
+
 def test_a_range_of_one_or_two_counts_is_recorded() -> None:
     recorded, asked = counting(lambda count: AllocationTrace((count,), (0,)))
     assert not AffineTraces(recorded, 8, 8).is_affine
     traces = AffineTraces(recorded, 8, 9)
+    assert traces.is_affine
     assert (traces.at(8).sizes, traces.at(9).sizes) == ((8,), (9,))
     assert set(asked) == {8, 9}
 

@@ -191,21 +191,32 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class AffineTraces:
     """Traces of one forward for any token count, from as few recordings as are safe.
 
-    Three are made: at both ends of the range and at a count between them. Where the middle one lies on the line
-    through the ends in every size, with the same events, counts between the ends are interpolated, to the byte.
-    Otherwise, and outside the range, each count is recorded itself.
+    Two are made, at both ends of the range. Every size must lie on a line of whole bytes: a number of bytes a token,
+    and none or some beside it. Steps, thresholds and products of token counts give themselves away there. Then a third
+    recording between the ends confirms the lines. Counts between the ends are interpolated, to the byte, if all of
+    that holds. Otherwise, and outside the range, each count is recorded itself.
 
     Attributes:
         is_affine: whether counts between the ends are interpolated.
     """
 
-    def __init__(self, record: Callable[[int], AllocationTrace], low: int, high: int) -> None:
-        """`record` makes the trace of a token count. `low` and `high` are the smallest and largest counts wanted."""
+    def __init__(self, record: Callable[[int], AllocationTrace], low: int, high: int, *, confirm: bool = True) -> None:
+        """Make the recordings.
+
+        Args:
+            record: the trace of a token count.
+            low: the smallest count that is wanted.
+            high: the largest count that is wanted.
+            confirm: False leaves the third recording out, for bodies that are known to be affine.
+        """
         self._record, self._low, self._high = record, low, high
         self._recorded: dict[int, AllocationTrace] = {}
+        self._lines = _lines((low, self._exact(low)), (high, self._exact(high))) if low < high else None
         # No simple fraction of the range, and odd for its usual ends: a size that moves in steps shows there.
         middle = low + (high - low) * 3 // 7
-        self.is_affine = low < middle < high and self._between(middle) == self._exact(middle)
+        if confirm and self._lines is not None and self._between(middle) != self._exact(middle):
+            self._lines = None
+        self.is_affine = self._lines is not None
 
     @property
     def recorded(self) -> tuple[int, ...]:
@@ -214,26 +225,31 @@ class AffineTraces:
 
     def at(self, num_tokens: int) -> AllocationTrace:
         """The trace of that many tokens."""
-        if self.is_affine and self._low < num_tokens < self._high:
-            trace = self._between(num_tokens)
-            if trace is not None:
-                return trace
-        return self._exact(num_tokens)
+        inside = self._lines is not None and self._low < num_tokens < self._high
+        return self._between(num_tokens) if inside else self._exact(num_tokens)
 
     def _exact(self, num_tokens: int) -> AllocationTrace:
         if num_tokens not in self._recorded:
             self._recorded[num_tokens] = self._record(num_tokens)
         return self._recorded[num_tokens]
 
-    def _between(self, num_tokens: int) -> AllocationTrace | None:
-        """The trace on the line between the ends; None where their events differ or a size would not be whole."""
-        small, large = self._exact(self._low), self._exact(self._high)
-        if (small.events, small.first_product) != (large.events, large.first_product):
+    def _between(self, num_tokens: int) -> AllocationTrace:
+        assert self._lines is not None
+        model = self._exact(self._low)
+        sizes = tuple(base + per_token * num_tokens for base, per_token in self._lines)
+        return AllocationTrace(sizes, model.events, model.first_product)
+
+
+def _lines(small: tuple[int, AllocationTrace], large: tuple[int, AllocationTrace]) -> list[tuple[int, int]] | None:
+    """(bytes, bytes a token) of each allocation, from traces of two token counts; None where that does not fit."""
+    (low, first), (high, last) = small, large
+    if (first.events, first.first_product) != (last.events, last.first_product):
+        return None
+    lines = []
+    for from_size, to_size in zip(first.sizes, last.sizes, strict=True):
+        per_token, rest = divmod(to_size - from_size, high - low)
+        base = from_size - per_token * low
+        if rest or per_token < 0 or base < 0:
             return None
-        sizes = []
-        for from_size, to_size in zip(small.sizes, large.sizes, strict=True):
-            grown, rest = divmod((to_size - from_size) * (num_tokens - self._low), self._high - self._low)
-            if rest:
-                return None
-            sizes.append(from_size + grown)
-        return AllocationTrace(tuple(sizes), small.events, small.first_product)
+        lines.append((base, per_token))
+    return lines
