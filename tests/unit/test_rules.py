@@ -156,6 +156,47 @@ def test_kimi_k2_7_code_is_served_by_the_backend_of_its_time(version: str, backe
     assert got.backend.value == backend
 
 
+@pytest.mark.parametrize(
+    ("features", "name", "disabled_in"),
+    [
+        ({"nemotron_h"}, "NemotronH (hybrid Mamba2 prefill)", VERSIONS[2:3]),
+        ({"kda"}, "KDA hybrid linear attention", VERSIONS[5:]),
+        ({"kda", "glm5_3"}, "KDA hybrid linear attention", VERSIONS[5:7]),
+        ({"deepseek_v4"}, "DeepSeek-V4 (heavy capture-pool memory pressure)", VERSIONS),
+        ({"context_parallel"}, "context parallel (attn_cp_size > 1)", VERSIONS),
+        ({"context_parallel", "supported_context_parallel"}, "context parallel (attn_cp_size > 1)", VERSIONS[:2]),
+    ],
+)
+def test_rules_that_were_read_not_executed_hold_in_their_versions(
+    features: set[str], name: str, disabled_in: list[str]
+) -> None:
+    for version in VERSIONS:
+        got = resolve(version, H100_MIB, 8, False, features=frozenset(features))
+        assert (got.backend is Backend.DISABLED) == (version in disabled_in), version
+        line = f"WARNING Breakable CUDA graph is incompatible with {name}; disabling prefill CUDA graph."
+        assert [reason.log_line for reason in got.reasons] == ([line] if version in disabled_in else [])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"features": frozenset({name})} for name in ("torch_compile", "lora", "gguf", "dllm", "cpu_offload")),
+        *({"features": frozenset({name})} for name in ("hierarchical_cache", "deterministic", "symmetric_memory")),
+        *({"features": frozenset({name})} for name in ("expert_recorder", "context_parallel", "debug_cuda_graph")),
+        *({"dp": 8}, {"pp": 2}, {"moe_a2a": "deepep"}, {"role": "prefill"}),
+        {"features": frozenset({"decode_context_parallel"})},
+    ],
+    ids=str,
+)
+def test_what_tc_piecewise_cannot_do_disables_it_without_a_word(settings: dict[str, Any]) -> None:
+    off = ("prefill", "disabled")
+    kimi = {"architecture": "KimiK25ForConditionalGeneration", "mla": True}
+    for version in ("0.5.16", "0.5.17"):
+        got = resolve(version, H100_MIB, 8, **kimi, **settings)
+        assert got.backend is Backend.DISABLED
+        assert [reason.log_line for reason in got.reasons if (reason.phase, reason.effect) == off] == [None]
+
+
 def test_every_reason_that_applied_is_given_and_only_the_first_is_logged() -> None:
     features = frozenset({"lora"})
     got = resolve("0.5.16", H100_MIB, 8, True, dp=8, features=features, architecture="DeepseekV2ForCausalLM")
@@ -176,7 +217,7 @@ def test_an_explicit_backend_bypasses_what_is_only_a_default() -> None:
     assert (codes(got, "bypassed"), codes(got, "decided")) == (["mla"], ["torch_native"])
     last = got.reasons[-1]
     line = "WARNING Cuda graph is disabled because of using torch native attention backend"
-    assert last == Reason("torch_native", "torch native attention", "disabled", False, "decided", line)
+    assert last == Reason("torch_native", "torch native attention", "both", "disabled", False, "decided", line)
     assert not got.decode_on
 
 

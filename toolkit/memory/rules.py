@@ -33,7 +33,7 @@ Standing = Literal["decided", "also", "bypassed"]
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A rule whose conditions hold.
+    """A rule whose conditions hold; `phase` is whose graph it concerns (prefill, decode or both).
 
     `standing` says whether it decided, held beside the rule that did, or was skipped because the backend was chosen
     by hand. `log_line` is what the server prints then; None where it is silent or another rule decided.
@@ -41,6 +41,7 @@ class Reason:
 
     code: str
     text: str
+    phase: str
     effect: str
     bypassed_by_explicit: bool
     standing: Standing
@@ -202,6 +203,7 @@ class _Graphs:
             Reason(
                 code=rule.code,
                 text=rule.name,
+                phase=rule.phase,
                 effect=rule.effect,
                 bypassed_by_explicit=rule.bypassed_by_explicit,
                 standing=standing,
