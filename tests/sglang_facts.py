@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import csv
+import gzip
+from functools import cache
 from pathlib import Path
 
 RULES = Path(__file__).parent / "data" / "rules"
+NEWEST = "0.5.23"
 
 
-def facts(name: str) -> list[dict[str, str]]:
-    """The rows of `tests/data/rules/<name>_sample.csv`."""
-    with (RULES / f"{name}_sample.csv").open(newline="") as file:
+@cache
+def every_fact(name: str) -> list[dict[str, str]]:
+    """The rows of `tests/data/rules/<name>.csv.gz`, of all nine versions. Not to be changed."""
+    with gzip.open(RULES / f"{name}.csv.gz", "rt", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def guard_case(case: str, version: str = "0.5.23") -> dict[str, str]:
+def facts(name: str, version: str = NEWEST) -> list[dict[str, str]]:
+    """The rows of one version."""
+    return [row for row in every_fact(name) if row["version"] == version]
+
+
+def guard_case(case: str, version: str = NEWEST) -> dict[str, str]:
     """One case of the capture function: what it returned and logged."""
-    (row,) = (row for row in facts("guards") if row["case"] == case and row["version"] == version)
+    (row,) = (row for row in facts("guards", version) if row["case"] == case)
     return row
 
 

@@ -50,6 +50,6 @@ def choose_bucket(ladder: Sequence[int], num_tokens: int) -> int | None:
     return ladder[index] if index < len(ladder) else None
 
 
-def exceeds_replay_limit(bucket: int, num_tokens: int) -> bool:
-    """Whether padding `num_tokens` to `bucket` wastes so much that a server runs eager instead."""
-    return bucket > REPLAY_LIMIT_FACTOR * num_tokens
+def exceeds_replay_limit(bucket: int, num_tokens: int, factor: int | None = REPLAY_LIMIT_FACTOR) -> bool:
+    """Whether padding `num_tokens` to `bucket` wastes so much that a server runs eager instead (None: never)."""
+    return factor is not None and bucket > factor * num_tokens
