@@ -285,6 +285,19 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     return config
 
 
+def published_facts(source: ModelSource) -> dict[str, Any]:
+    """The published config.json as a mapping, with `architectures`; empty for a GGUF file, which has none.
+
+    Of a catalogue entry it is the text decoder's part, under the name of the architecture a server reads.
+
+    Raises:
+        ModelUnavailable: the file cannot be read or fetched.
+    """
+    if source.entry is not None:
+        return {**copy.deepcopy(dict(source.entry.config)), "architectures": [source.entry.published_architecture]}
+    return {} if source.kind == "gguf" else _read_json(_config_file(source), source.id)
+
+
 def _config_file(source: ModelSource) -> Path:
     if source.hub_id is not None:
         folder = fetch_from_hub(
