@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +95,12 @@ def test_what_makes_no_sense_is_one_line(arguments: str, words: str, capsys: pyt
     assert main(["plan", *arguments.split(), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_a_plan_of_a_catalogue_model_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, toolkit; toolkit.plan(); print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_every_setting_has_an_option_or_is_of_the_toolkits_own_runner() -> None:

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from toolkit.errors import InvalidInput
+from toolkit.memory.allocation import AllocationTrace
 from toolkit.memory.rank_local import rank_local_config
-from toolkit.memory.trace import AllocationTrace
 
 Weights = Literal["bf16", "fp8", "int4", "mxfp4"]
 LayerKind = Literal["dense", "moe"]
