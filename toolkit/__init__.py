@@ -3,6 +3,7 @@
     import toolkit
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
     records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+    plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
     toolkit.Lab()  # in a notebook: the same with widgets
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from toolkit.forecast.plan import Plan
+    from toolkit.forecast.plan_settings import PlanSettings
     from toolkit.ladder import generate_prefill_buckets
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
@@ -29,18 +32,23 @@ __all__ = [
     "CaptureJob",
     "CaptureSettings",
     "Lab",
+    "Plan",
+    "PlanSettings",
     "RunRecord",
     "RunStore",
     "__version__",
     "capture",
     "compare",
     "generate_prefill_buckets",
+    "plan",
 ]
 
 _HOMES = {
     "CaptureJob": "toolkit.runs.worker",
     "CaptureSettings": "toolkit.settings",
     "Lab": "toolkit.widgets.lab",
+    "Plan": "toolkit.forecast.plan",
+    "PlanSettings": "toolkit.forecast.plan_settings",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
     "generate_prefill_buckets": "toolkit.ladder",
@@ -85,6 +93,25 @@ def compare(
 
     each = per_policy(CaptureSettings.create(**settings), policies)
     return _capture_each(each, save, runs_dir, on_event)
+
+
+def plan(*, solve: str | None = None, **settings: Any) -> Plan:
+    """What a server would do with its memory and what its prefill graphs will cost; nothing is captured.
+
+    `settings` are those of PlanSettings (model, gpu, tp, mem_fraction, max_tokens, sglang_version, ...). `solve` finds
+    the largest "mem-fraction" or "max-tokens" that leaves the reserve, and returns that plan.
+
+    Raises InvalidInput for settings that cannot be planned.
+    """
+    from toolkit.forecast.plan import make_plan
+    from toolkit.forecast.plan_settings import PlanSettings
+
+    chosen = PlanSettings.create(**settings)
+    if solve is None:
+        return make_plan(chosen)
+    from toolkit.forecast.solve import solve as solve_for
+
+    return solve_for(chosen, solve)
 
 
 def _capture_each(

@@ -30,6 +30,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_LAYERS = 1024  # the deepest published decoders have a few hundred
 # Hub model types whose code lives under another name in Transformers. Their own code is never run.
 _SAME_CODE_AS = {"kimi_k2": "deepseek_v3"}
+# A family's short name means its newest member: public reports of "Kimi-K2" on eight H100 are of K2.7-Code.
+_SHORT_NAMES = {"kimi-k2": "kimi-k2.7-code"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +162,15 @@ def model_ids() -> list[str]:
 
 def get_model(model_id: str) -> ModelEntry:
     """The catalogue entry of that id, in any case. Raises ModelUnavailable with close matches."""
-    entry = _entries().get(model_id.strip().lower())
+    entry = _entry(model_id)
     if entry is None:
         raise _unknown(model_id)
     return entry
+
+
+def _entry(name: str) -> ModelEntry | None:
+    plain = name.strip().lower()
+    return _entries().get(_SHORT_NAMES.get(plain, plain))
 
 
 def search_models(text: str) -> list[ModelEntry]:
@@ -215,7 +222,7 @@ def resolve_model(spec: str) -> ModelSource:
         ModelUnavailable: it is none of these; the message has close matches and the offline choices.
     """
     spec = spec.strip()
-    if entry := _entries().get(spec.lower()):
+    if entry := _entry(spec):
         return ModelSource("catalogue", entry.id, entry=entry, hub_id=entry.hub_id)
     try:
         path = Path(spec).expanduser()
@@ -283,6 +290,19 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             "see the catalogue for examples",
         )
     return config
+
+
+def published_facts(source: ModelSource) -> dict[str, Any]:
+    """The published config.json as a mapping, with `architectures`; empty for a GGUF file, which has none.
+
+    Of a catalogue entry it is the text decoder's part, under the name of the architecture a server reads.
+
+    Raises:
+        ModelUnavailable: the file cannot be read or fetched.
+    """
+    if source.entry is not None:
+        return {**copy.deepcopy(dict(source.entry.config)), "architectures": [source.entry.published_architecture]}
+    return {} if source.kind == "gguf" else _read_json(_config_file(source), source.id)
 
 
 def _config_file(source: ModelSource) -> Path:

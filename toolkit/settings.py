@@ -51,6 +51,18 @@ class Backend(StrEnum):
 class _Concern(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @classmethod
+    def create(cls, **choices: Any) -> Self:
+        """Settings from keyword arguments. Raises InvalidInput, one line, for anything that cannot be used."""
+        try:
+            return cls(**choices)
+        except ValidationError as error:
+            raise _as_invalid_input(error, cls) from None
+
+    def with_changes(self, **choices: Any) -> Self:
+        """A validated copy with some choices replaced."""
+        return self.create(**{**self.model_dump(), **choices})
+
 
 def _positive(name: str, value: float | None, example: str) -> None:
     if value is not None and value <= 0:
@@ -181,24 +193,12 @@ class PolicyChoice(_Concern):
 class CaptureSettings(ModelChoice, DeviceChoice, MemoryChoice, GraphChoice, PolicyChoice):
     """Everything one capture needs; flat, frozen, and the same in Python, JSON and on the command line."""
 
-    @classmethod
-    def create(cls, **choices: Any) -> Self:
-        """Settings from keyword arguments. Raises InvalidInput, one line, for anything that cannot be used."""
-        try:
-            return cls(**choices)
-        except ValidationError as error:
-            raise _as_invalid_input(error) from None
 
-    def with_changes(self, **choices: Any) -> Self:
-        """A validated copy with some choices replaced."""
-        return self.create(**{**self.model_dump(), **choices})
-
-
-def _as_invalid_input(error: ValidationError) -> InvalidInput:
+def _as_invalid_input(error: ValidationError, settings: type[BaseModel]) -> InvalidInput:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"] if not isinstance(part, int)) or "settings"
     if first["type"] == "extra_forbidden":
-        return InvalidInput(f"setting {name!r} is unknown", f"settings are {', '.join(CaptureSettings.model_fields)}")
+        return InvalidInput(f"setting {name!r} is unknown", f"settings are {', '.join(settings.model_fields)}")
     return InvalidInput(f"{name.split('.')[0]} {_shown(first['input'])} cannot be used", str(first["msg"]))
 
 

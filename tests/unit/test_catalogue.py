@@ -35,7 +35,7 @@ COUNTS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v3": 671_026_419_200,  # main model, router correction biases included, no MTP layer
-    "kimi-k2": 1_026_408_232_448,  # audit of the checkpoint's headers
+    "kimi-k2-instruct": 1_026_408_232_448,  # audit of the checkpoint's headers
     "kimi-k2.7-code": 1_026_408_232_448,  # the same text decoder; with the vision parts 1,026,879,376,368
 }
 # Bytes of all tensors of published checkpoints: their index files' total_size; for Kimi K2 the payload that
@@ -45,7 +45,7 @@ BYTES = {
     "llama-3.1-8b": 16_060_522_496,
     "gpt-oss-20b": 13_761_264_768,
     "gpt-oss-120b": 65_248_815_744,
-    "kimi-k2": 1_029_173_256_720,
+    "kimi-k2-instruct": 1_029_173_256_720,
     "kimi-k2.7-code": 594_205_920_512,
 }
 
@@ -119,7 +119,7 @@ def test_configs_are_new_each_time_and_the_catalogue_does_not_change() -> None:
 
 
 def test_search() -> None:
-    assert [entry.id for entry in search_models("Kimi")] == ["kimi-k2", "kimi-k2.7-code"]
+    assert [entry.id for entry in search_models("Kimi")] == ["kimi-k2-instruct", "kimi-k2.7-code"]
     assert [entry.id for entry in search_models("qwen moe")] == ["qwen3-235b-a22b", "qwen3-30b-a3b"]
     assert [entry.id for entry in search_models("deepseek_v3 code")] == ["kimi-k2.7-code"]
     assert len(search_models("")) == len(model_ids())
@@ -198,6 +198,11 @@ def test_a_folder_or_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     pickle.touch()
     with pytest.raises(ModelUnavailable, match="no pickle is loaded"):
         resolve_model(str(pickle))
+
+
+def test_a_short_name_means_the_newest_of_its_family() -> None:
+    assert get_model("Kimi-K2").published_architecture == "KimiK25ForConditionalGeneration"
+    assert resolve_model("kimi-k2").id == "kimi-k2.7-code"
 
 
 def test_get_model_names_close_matches() -> None:

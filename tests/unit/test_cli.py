@@ -64,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["plam"], "'plam'; commands are capture, compare"),
+        (["foretell"], "commands are capture, compare, plan"),
         (["--colour"], "--colour"),
         (["capture", "--colour"], "--colour"),
         (["capture", "extra"], "extra"),

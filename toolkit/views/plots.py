@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GATE_LABEL",
     "alt_text",
+    "draw_owners",
     "figure_png",
     "plot_capture_time",
     "plot_compare",
@@ -120,7 +121,7 @@ def plot_ledger(record: RunRecord) -> Figure:
         return sheet.words_only(title, record, "The ledger of this run is not known (n/a).")
     with sheet.sheet_style():
         figure, (axes,) = sheet.new_sheet(title, provenance(record), 4.2)
-        _draw_ledger(axes, owners)
+        draw_owners(axes, owners)
         figure.legend(loc="outside lower center", ncols=2, handlelength=2.6, handleheight=1.4)
     listed = "; ".join(f"{owner} {memory_words(owned)}" for owner, owned, _ in owners)
     sheet.describe(figure, f"{title}, {provenance(record)}. {listed}.")
@@ -277,11 +278,12 @@ def _draw_captured(axes: Axes, records: Sequence[RunRecord]) -> None:
     axes.set_xlabel("buckets captured")
 
 
-def _draw_ledger(axes: Axes, owners: Sequence[tuple[str, float, float]]) -> None:
+def draw_owners(axes: Axes, owners: Sequence[tuple[str, float, float]]) -> None:
+    """One stacked bar on `axes` of (owner, GiB, percent of the total); an owner of nothing or less has no width."""
     colours = (sheet.PALE, sheet.SKY, sheet.ORANGE, sheet.PURPLE, sheet.VERMILLION, sheet.YELLOW, sheet.GREEN)
     hatches = ("", "//", "\\\\", "xx", "..", "--", "++")
     start = 0.0
-    widths = [owned if sheet.drawable(owned) else 0.0 for _, owned, _ in owners]
+    widths = [max(owned, 0.0) if sheet.drawable(owned) else 0.0 for _, owned, _ in owners]
     total = sum(widths)
     for number, ((owner, owned, share), width) in enumerate(zip(owners, widths, strict=True)):
         plain = owner == "free"

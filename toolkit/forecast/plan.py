@@ -1,0 +1,312 @@
+"""A plan: what a server would do with its memory, what its prefill graphs will cost, and whether they fit.
+
+Nothing is captured and no GPU is looked for. Settings go in, a frozen `Plan` comes out; the same settings give the
+same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import InvalidInput
+from toolkit.forecast.advice import advise_plan
+from toolkit.forecast.assumptions import context_gib
+from toolkit.forecast.engines import SGLANG, ForecastRequest, get_engine
+from toolkit.forecast.model_facts import ModelFacts, model_facts
+from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy, reserve_gib
+from toolkit.forecast.plan_ledger import Ledger, LedgerFacts, LedgerLine, build_ledger, with_graphs
+from toolkit.forecast.plan_settings import ITEMSIZES, PlanSettings
+from toolkit.forecast.terms import ZERO, Forecast, Range
+from toolkit.hardware import GpuSpec, resolve_gpu
+from toolkit.memory.kv_cells import KvCell, kv_cell
+from toolkit.memory.ledger import MIN_AUTO_FRACTION
+from toolkit.memory.release import Release, get_release
+from toolkit.memory.rules import Resolution, ServerFacts, resolve_server
+from toolkit.settings import Backend
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ESTIMATED = "estimated: nvidia-smi's figure less what the median card keeps back"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would happen, on one rank. `pandas` views of it are the `*_frame` properties; GiB is 2**30 bytes.
+
+    Attributes:
+        settings: what was asked.
+        model: facts about the model.
+        gpu: the card.
+        release: the SGLang version whose rules decide.
+        resolved: what that version makes of the settings.
+        backend: the backend that is planned.
+        buckets: the ladder.
+        mem_fraction: `mem_fraction_static`, None when free memory was given.
+        lines: the ledger, in the order in which memory is taken.
+        ledger: its figures.
+        forecast: of the whole ladder, None where no graph is captured.
+        policies: the outcome under each policy.
+        reserve_gib: what is to stay free after the capture.
+        assumptions: what was taken for granted, in words.
+        advice: what to do next, most useful first.
+    """
+
+    settings: PlanSettings
+    model: ModelFacts
+    gpu: GpuSpec
+    release: Release
+    resolved: Resolution
+    backend: Backend
+    buckets: tuple[int, ...]
+    mem_fraction: float | None
+    lines: tuple[LedgerLine, ...]
+    ledger: Ledger
+    cell: KvCell
+    forecast: Forecast | None
+    policies: dict[str, PolicyOutcome]
+    reserve_gib: float
+    assumptions: tuple[str, ...]
+    advice: tuple[str, ...] = field(default=())
+
+    @property
+    def free_before_gib(self) -> float:
+        """GiB free on each rank just before the capture."""
+        return self.ledger.free_before_gib
+
+    @property
+    def left_gib(self) -> float:
+        """GiB that stay free at the worst moment: of the prefill capture, or after the decode graphs' reserve."""
+        peak = ZERO if self.forecast is None else self.forecast.peak
+        return min(self.free_before_gib - peak.mid / 1024, self.lines[-1].gib)
+
+    @cached_property
+    def ledger_frame(self) -> pd.DataFrame:
+        """One row per line of the ledger: GiB, low and high, formula and source."""
+        import pandas as pd
+
+        return pd.DataFrame([dataclasses.asdict(line) for line in self.lines])
+
+    @cached_property
+    def buckets_frame(self) -> pd.DataFrame:
+        """One row per bucket in order of capture, as `Forecast.frame`; empty without a capture."""
+        return (self.forecast or Forecast(self.settings.engine, (), ())).frame()
+
+    @cached_property
+    def terms_frame(self) -> pd.DataFrame:
+        """One row per term of the forecast, as `Forecast.terms_frame`."""
+        return (self.forecast or Forecast(self.settings.engine, (), ())).terms_frame()
+
+    @cached_property
+    def policies_frame(self) -> pd.DataFrame:
+        """One row per policy: runner, outcome, number of buckets captured, GiB free after, KV tokens, reason."""
+        import pandas as pd
+
+        columns = ["policy", "outcome", "runner", "captured", "free_after_gib", "kv_cache_tokens", "reason"]
+        rows = [
+            (
+                name,
+                one.outcome,
+                one.runner,
+                len(one.captured_buckets),
+                one.free_after_gib,
+                one.kv_cache_tokens,
+                one.reason,
+            )
+            for name, one in self.policies.items()
+        ]
+        return pd.DataFrame(rows, columns=columns).astype({"free_after_gib": "float64"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `prefill-lab plan --json` prints."""
+        from toolkit.forecast.plan_json import plan_json
+
+        return plan_json(self)
+
+    def _repr_html_(self) -> str:
+        from toolkit.forecast.plan_page import plan_html
+
+        return plan_html(self)
+
+    def __repr__(self) -> str:
+        cost = "no capture" if self.forecast is None else f"{self.forecast.total.mid / 1024:.2f} GiB"
+        outcomes = ", ".join(f"{name}: {one.outcome}" for name, one in self.policies.items())
+        return (
+            f"<Plan {self.model.id} tp {self.settings.tp} on {self.gpu.id}, SGLang {self.release.version}, "
+            f"{self.backend.value}, {len(self.buckets)} buckets: {self.free_before_gib:.2f} GiB free before, {cost}; "
+            f"{outcomes}>"
+        )
+
+
+def make_plan(settings: PlanSettings) -> Plan:
+    """The plan for settings.
+
+    Raises:
+        InvalidInput: something that cannot be planned, in one line: an unknown model or GPU, a tp that does not divide
+            the model, weights that do not fit.
+    """
+    return plan_with(settings, forecaster(settings))
+
+
+Forecaster = Callable[[ModelFacts, Backend, tuple[int, ...]], Forecast]
+
+
+def forecaster(settings: PlanSettings) -> Forecaster:
+    """The chosen engine as a function of model, backend and ladder that remembers its last answers."""
+    engine, known = get_engine(settings.engine), dict[tuple[Backend, tuple[int, ...]], Forecast]()
+
+    def ask(model: ModelFacts, backend: Backend, buckets: tuple[int, ...]) -> Forecast:
+        if (backend, buckets) not in known:
+            request = ForecastRequest(
+                model.config,
+                buckets,
+                backend,
+                settings.tp,
+                settings.dtype,
+                settings.weights or model.published_weights,
+                settings.compiler,
+                settings.request_slots,
+                settings.max_context,
+            )
+            known[backend, buckets] = engine(request)
+        return known[backend, buckets]
+
+    return ask
+
+
+def plan_with(settings: PlanSettings, ask: Forecaster) -> Plan:
+    """The plan for settings, with forecasts from `ask`. Raises InvalidInput as `make_plan`."""
+    model, gpu, release = model_facts(settings.model), resolve_gpu(settings.gpu), get_release(settings.sglang_version)
+    resolved, backend = _resolve(settings, model, gpu, release)
+    fraction = None if settings.free_memory_gib is not None else resolved.mem_fraction_static
+    if fraction is not None and settings.mem_fraction == "auto" and fraction < MIN_AUTO_FRACTION:
+        raise InvalidInput(
+            f"mem fraction auto gives {fraction:g} on {gpu.id}",
+            f"the heuristic needs at least {MIN_AUTO_FRACTION:g}",
+            "give one yourself, for example --mem-fraction 0.8",
+        )
+    cell = _cell(settings, model)
+    facts = _ledger_facts(settings, model, gpu, cell, fraction)
+    ledger = build_ledger(facts)
+    now = Situation(
+        ledger.free_before_gib, ledger.kv_cache_tokens, resolved.buckets, resolved, backend, settings.locked_keys
+    )
+    forecast = None if backend is Backend.DISABLED else ask(model, backend, resolved.buckets)
+    policies = {
+        name: plan_policy(name, now, lambda buckets: ask(model, backend, buckets)) for name in settings.policies
+    }
+    cost: Range = ZERO if forecast is None else forecast.total
+    plan = Plan(
+        settings=settings,
+        model=model,
+        gpu=gpu,
+        release=release,
+        resolved=resolved,
+        backend=backend,
+        buckets=resolved.buckets,
+        mem_fraction=fraction,
+        lines=with_graphs(ledger, cost, resolved.decode_on),
+        ledger=ledger,
+        cell=cell,
+        forecast=forecast,
+        policies=policies,
+        reserve_gib=reserve_gib(ledger.free_before_gib, settings.reserve_gib),
+        assumptions=tuple(_assumptions(settings, model, gpu, ledger)),
+    )
+    return dataclasses.replace(plan, advice=tuple(advise_plan(plan)))
+
+
+def _resolve(settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, release: Release) -> tuple[Resolution, Backend]:
+    """What the release settles, and the backend that is planned."""
+    asked = None if settings.backend is Backend.AUTO else settings.backend
+    # The toolkit's own runner keeps the legacy backend; sizes are those of any backend that captures.
+    own = asked is Backend.TC_PIECEWISE and settings.engine != SGLANG and asked not in release.prefill_backends
+    resolved = resolve_server(
+        release,
+        ServerFacts(
+            gpu_mem_mib=gpu.tier_mib,
+            tp=settings.tp,
+            mla=model.mla,
+            dsa=model.dsa,
+            architecture=model.architecture,
+            attention_backend=settings.attention_backend,
+            compute_capability=gpu.compute_capability,
+            prefill_backend=Backend.BREAKABLE if own else asked,
+            chunked_prefill_size=settings.chunked_prefill_size,
+            max_tokens=settings.max_tokens,
+            buckets=settings.buckets,
+            max_running_requests=settings.max_running_requests,
+            context_length=settings.context_length,
+            mem_fraction=None if settings.mem_fraction == "auto" else settings.mem_fraction,
+            model_path=settings.model,
+        ),
+    )
+    if not resolved.buckets and resolved.backend is not Backend.DISABLED:
+        raise InvalidInput(
+            f"a ceiling of {resolved.prefill_ceiling} tokens leaves no bucket",
+            "the smallest bucket of a ladder has 4 tokens",
+            "raise --chunked-prefill-size or --context-length",
+        )
+    return resolved, Backend.TC_PIECEWISE if own else resolved.backend
+
+
+def _cell(settings: PlanSettings, model: ModelFacts) -> KvCell:
+    """What a token takes in the KV pool of a server, or of the toolkit's own runner, which keeps K and V expanded."""
+    config = model.config
+    if settings.engine != SGLANG:
+        expanded = {"layer_types": None, "num_hidden_layers": model.layers}
+        if model.mla:
+            heads = {name: config.num_attention_heads for name in ("num_attention_heads", "num_key_value_heads")}
+            width = config.qk_nope_head_dim + config.qk_rope_head_dim
+            expanded |= {**heads, "head_dim": width, "v_head_dim": config.v_head_dim}
+            config = SimpleNamespace(**expanded)
+    return kv_cell(config, settings.kv_itemsize, settings.tp)
+
+
+def _ledger_facts(
+    settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, cell: KvCell, fraction: float | None
+) -> LedgerFacts:
+    plain_bits = int(ITEMSIZES[settings.dtype] * 8)
+    kind = settings.weights or f"as published ({model.published_weights})"
+    source = f"counted from the config, {kind}: {model.layout(settings.weights)}"
+    if model.tower_parameters:
+        source += f"; {model.tower_parameters / 1e6:,.0f} M parameters of the tower whole on every rank"
+    return LedgerFacts(
+        total_gib=gpu.visible_gib,
+        total_source=(gpu.cuda_visible_gib is not None and gpu.cuda_visible_source) or _ESTIMATED,
+        context=context_gib(settings.tp),
+        weights_gib=model.weights_gib(settings.tp, settings.weights, plain_bits),
+        weights_formula="elements on this rank x bits each; tp divides heads, feed-forward widths and the vocabulary",
+        weights_source=source,
+        cell=cell,
+        mem_fraction=fraction,
+        free_gib=settings.free_memory_gib,
+        context_length=settings.context_length or int(getattr(model.config, "max_position_embeddings", None) or 4096),
+        requests=settings.max_running_requests,
+        gpu=gpu.id,
+    )
+
+
+def _assumptions(settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, ledger: Ledger) -> list[str]:
+    weights = settings.weights or model.published_weights
+    said = "as given" if settings.weights else "as the checkpoint is published"
+    lines = [
+        f"weights: {weights} ({said}): {model.layout(settings.weights)}",
+        f"KV cache: {settings.kv_dtype or settings.dtype}",
+        f"served as {model.architecture or 'n/a'}",
+    ]
+    if gpu.cuda_visible_gib is None:
+        lines.append(f"memory of {gpu.id} that CUDA sees: {_ESTIMATED}")
+    if settings.max_running_requests is None:
+        lines.append(
+            f"request table: not counted ({ledger.request_table_gib:.2f} GiB more are gone with a server's own "
+            f"{ledger.requests} requests; give --max-running-requests to count it)"
+        )
+    if settings.attention_backend is None:
+        lines.append("attention backend: not given, so rules that ask for one are left out")
+    return lines
