@@ -8,6 +8,7 @@ traces give every bucket (`AffineTraces`). All sizes are bytes. Nothing here tou
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,9 @@ def record_allocations(
         workspace_bytes: given an operator and its arguments, bytes it takes and gives back inside the call, for
             operators that say so (attention); None counts outputs alone.
     """
+    # A mode imports it at the first call it sees, and exceptions in there keep the frames that were active, and with
+    # them whatever `fn` had in its hands. Imported now, it keeps nothing of ours.
+    importlib.import_module("torch._dynamo")
     recorder = _Recorder(device, workspace_bytes)
     with _still_gc():
         with recorder:
