@@ -6,15 +6,23 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import ipywidgets
 
-    from toolkit.widgets.state import LabState
+
+class Bindable(Protocol):
+    """A state that can be bound: it is observed, and changed by `change`."""
+
+    def observe(self, handler: Callable[[Any], None], names: Any) -> None:
+        """Call `handler` when one of the traits changes."""
+
+    def change(self, **controls: Any) -> None:
+        """Set traits by their names."""
 
 
-def bind(state: LabState, name: str, widget: ipywidgets.Widget, write: Callable[[Any], None] | None = None) -> None:
+def bind(state: Bindable, name: str, widget: ipywidgets.Widget, write: Callable[[Any], None] | None = None) -> None:
     """Keep `widget.value` and the state's trait `name` equal.
 
     `write` takes what a person has set; without it the trait is changed as it is. A value outside the limits of

@@ -15,6 +15,7 @@ from toolkit.ladder import parse_buckets
 from toolkit.memory.ledger import Sizes, reserve_mib, resolve_sizes
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
 from toolkit.policies import PolicyFacts, get_policy
+from toolkit.runs.worker import check_names
 from toolkit.settings import Backend, CaptureSettings
 from toolkit.weights import resolve_weights
 
@@ -77,7 +78,7 @@ def controls_for(settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises InvalidInput for settings that do not exist, cannot be used, or exclude each other.
     """
-    CaptureSettings.create(**settings)
+    check_names(CaptureSettings.create(**settings))
     controls: dict[str, Any] = {}
     # None is "not given"; it must not undo what another setting of the same control says.
     for name in sorted(settings, key=lambda name: settings[name] is not None):

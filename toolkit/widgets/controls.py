@@ -217,10 +217,13 @@ def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], An
 def _named(widget: w.Widget, name: str) -> w.Widget:
     """A class by which style sheets and tests find the widget."""
     widget.add_class(f"plab-{name}")
+    # ipykernel 7.4.0 hands what a person does to the shell that made the widget, although a cell may keep it busy,
+    # and not to the subshell which JupyterLab names. Without a route of its own it follows JupyterLab.
+    widget.comm._reply_subshell_for = None
     return widget
 
 
 def _html(name: str) -> w.HTML:
-    shown = w.HTML(layout=w.Layout(width="100%"))
+    shown = w.HTML(layout=w.Layout(width="calc(100% - 4px)"))
     shown.add_class(name)
     return shown

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from traitlets import HasTraits, Instance, Int, Unicode
+import traitlets
+from traitlets import HasTraits, Int, Unicode
 
 from toolkit.errors import PrefillLabError
 from toolkit.hardware import list_gpu_specs
@@ -23,13 +24,19 @@ class ForecastState(HasTraits):
 
     gpu = Unicode("h100-80gb")
     tp = Int(1)
-    plan = Instance(object, allow_none=True)
+    plan = traitlets.Any()
     problem = Unicode("")
 
     def __init__(self, lab: LabState) -> None:
         super().__init__()
         self.lab = lab
         self.gpus: tuple[str, ...] = tuple(spec.id for spec in list_gpu_specs())
+
+    def change(self, **controls: Any) -> None:
+        """Set its own controls, `gpu` and `tp`."""
+        with self.lab.lock, self.hold_trait_notifications():
+            for name, value in controls.items():
+                setattr(self, name, value)
 
     def follow(self, wake: Any) -> None:
         """Call `wake()` whenever something changes that the plan depends on, or the run that it is compared with."""
@@ -59,14 +66,15 @@ class ForecastState(HasTraits):
     def update(self) -> Plan | None:
         """Make the plan anew and return it; what cannot be planned is a `problem` in one line.
 
-        The first call imports torch and takes seconds; later ones take milliseconds.
+        The first call for a model takes a tenth of a second or so, later ones milliseconds.
         """
-        import toolkit
+        from toolkit.forecast.plan import make_plan
+        from toolkit.forecast.plan_settings import PlanSettings
 
         try:
             with self.lab.lock:
                 settings = self.settings
-            plan = toolkit.plan(**settings)
+            plan = make_plan(PlanSettings.create(**settings))
         except PrefillLabError as error:
             self.plan, self.problem = None, str(error)
             return None

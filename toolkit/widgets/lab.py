@@ -103,10 +103,14 @@ class Lab:
         import ipywidgets
 
         from toolkit.widgets.controls import act_view, pick_view
+        from toolkit.widgets.forecast_panel import ForecastPanel
+        from toolkit.widgets.forecast_state import ForecastState
         from toolkit.widgets.panels import STYLE
         from toolkit.widgets.results import ResultsView
 
-        parts = [ipywidgets.HTML(STYLE), pick_view(self.state), act_view(self.state), ResultsView(self.state).box]
+        forecast = ForecastPanel(ForecastState(self.state))
+        views = [pick_view(self.state), act_view(self.state), ResultsView(self.state).box, forecast.box]
+        parts = [ipywidgets.HTML(STYLE), *views]
         box = ipywidgets.VBox(parts, layout=ipywidgets.Layout(width="100%"))
         box.add_class("plab")
         return box

@@ -21,7 +21,10 @@ MOST_RUNS = 50
 
 STYLE = """<style>
 .plab { font-size: 14px; line-height: 1.45; }
-.plab .widget-html-content { line-height: 1.45; overflow-wrap: anywhere; }
+.plab .widget-html-content { line-height: 1.45; overflow-wrap: anywhere; min-width: 0; }
+/* A label without a tooltip gets the tooltip "null" from ipywidgets 8.1. */
+.plab .widget-label[title="null"] { pointer-events: none; }
+.plab .plab-auto { margin-left: 138px; }
 .plab h3 { font-size: 15px; margin: 8px 0 4px; }
 .plab .source { color: var(--jp-ui-font-color1, #4a4a4a); }
 .plab .says { border-collapse: collapse; }
@@ -38,8 +41,8 @@ STYLE = """<style>
 .plab .wide { overflow-x: auto; }
 .plab table { overflow-wrap: normal; }
 .plab .wide td, .plab .wide tbody th { white-space: nowrap; }
-.plab .widget-toggle-buttons { align-items: baseline; flex-flow: row nowrap; }
-.plab .widget-toggle-buttons > .widget-label { min-width: 128px; text-align: right; }
+.plab .widget-toggle-buttons { display: flex; align-items: baseline; margin: 3px 2px; }
+.plab .widget-toggle-buttons > .widget-label { flex: 0 0 128px; margin-right: 8px; text-align: right; }
 .plab table { font-variant-numeric: tabular-nums; font-size: 13px; border-collapse: collapse; }
 .plab .wide th, .plab .wide td, .plab .pairs th, .plab .pairs td
   { border: 1px solid #b0b0b0; padding: 2px 8px; text-align: right; }
@@ -48,7 +51,7 @@ STYLE = """<style>
 .plab pre { max-height: 24em; overflow: auto; white-space: pre-wrap; border: 1px solid #b0b0b0; padding: 8px; }
 .plab figure { margin: 0; background: white; }
 .plab .figures { display: flex; flex-wrap: wrap; gap: 8px; }
-.plab .figures figure { flex: 1 1 620px; min-width: 0; max-width: 900px; }
+.plab .figures figure { flex: 1 1 600px; min-width: 0; max-width: 900px; }
 .plab .widget-toggle-button.mod-active { text-decoration: underline; font-weight: 700; outline: 2px solid #0072b2; }
 .plab :focus-visible { outline: 3px solid #0072b2; outline-offset: 1px; }
 </style>"""
@@ -107,6 +110,8 @@ def memory_and_time(record: RunRecord, other: RunRecord | None) -> str:
 
     if other is not None:
         return overlay(record, other)
+    if record.is_running and not record.buckets:
+        return '<p class="source">No bucket is captured yet.</p>'
     return f'<div class="figures">{_figure(plot_memory, record)}{_figure(plot_capture_time, record)}</div>'
 
 

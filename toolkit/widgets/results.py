@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import mimetypes
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,12 @@ from toolkit.views import frames, markup
 from toolkit.views.buckets import bucket_words
 from toolkit.views.export import EXPORTS
 from toolkit.widgets.binding import Quiet
+from toolkit.widgets.painter import Painter
 from toolkit.widgets.panels import PANELS, panel_html, runs_html, verdict_html
 from toolkit.widgets.state import LabState
 
 _LABEL = {"description_width": "128px"}
 _FULL = w.Layout(width="99%")
-_PAUSE_S, _PAUSE_FACTOR = 1.0, 8.0
-"""While a capture runs, drawing pauses this long, and for so many times what the last drawing took: it shares the
-cores with the capture, whose times are being measured."""
 _LARGEST_LINK_BYTES = 4_000_000
 
 
@@ -74,57 +70,10 @@ class ResultsView:
         self.bucket_words.value = f'<span role="status">{markup.safe(words)}</span>'
 
     def _draw(self) -> bool:
-        """Draw the panel that is shown; whether the run goes on, so that there is no hurry for the next."""
+        """Draw the panel that is shown; whether there is no hurry for the next: a run with buckets goes on."""
         record = self._state.record
         self.panel.value = panel_html(self.choice.value, record, self._state.other)
-        return record is not None and record.is_running
-
-
-class Painter:
-    """Draws on a thread of its own, which ends when there is nothing to draw: a figure takes a good part of a
-    second, and neither a person at a control nor the capture that is followed should wait for it.
-    """
-
-    def __init__(self, draw: Any) -> None:
-        self._draw = draw
-        self._lock = threading.Lock()
-        self._hurry = threading.Event()
-        self._stale = False
-        self._thread: threading.Thread | None = None
-
-    def ask(self, *, now: bool) -> None:
-        """Ask for a drawing: at once, or when the pause after the last one is over."""
-        with self._lock:
-            self._stale = True
-            if now:
-                self._hurry.set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="lab-painter", daemon=True)
-                self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything asked for is drawn."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._stale:
-                    self._thread = None
-                    return
-                self._stale = False
-                self._hurry.clear()
-            start = time.monotonic()
-            try:
-                goes_on = self._draw()
-            except BaseException:
-                with self._lock:
-                    self._thread = None
-                raise
-            if goes_on:
-                self._hurry.wait(max(_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - start)))
+        return record is not None and record.is_running and bool(record.buckets)
 
 
 def _runs_view(state: LabState) -> w.Widget:
