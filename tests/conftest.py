@@ -20,7 +20,7 @@ os.environ["PREFILL_LAB_RUNS"] = _RUNS_DIR
 
 REQUIRE_GPU_VARIABLE = "PREFILL_LAB_REQUIRE_GPU"
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("tests/unit", "tests/contract", "tests/engine", "notebooks", "tests/gpu")
+SUITES = ("tests/unit", "tests/contract", "tests/engine", "tests/browser", "notebooks", "tests/gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

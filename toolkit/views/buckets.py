@@ -23,7 +23,10 @@ def bucket_tips(record: RunRecord) -> dict[int, str]:
     A figure that is not known is `n/a`. Replay times are left out where none was timed, and so is padding where
     no bucket was captured. The bucket that did not fit is among them.
     """
-    place, padding = capture_position(record), padding_percent(record)
+    place = capture_position(record)
+    asked = max(len(record.capture_order), len(place))
+    # While the run goes on the next smaller bucket is not there yet, and padding would be counted too high.
+    padding = {} if record.is_running else padding_percent(record)
     captured = {bucket.num_tokens: bucket for bucket in record.buckets}
     timed = {point.num_tokens: point for point in record.speed}
     failed = set() if record.oom_bucket is None else {record.oom_bucket}
@@ -31,7 +34,7 @@ def bucket_tips(record: RunRecord) -> dict[int, str]:
     for tokens in sorted({*captured, *timed, *failed}):
         parts = []
         if tokens in captured:
-            parts = [f"captured {place[tokens]} of {len(place)}", *_captured_words(captured[tokens])]
+            parts = [f"captured {place[tokens]} of {asked}", *_captured_words(captured[tokens])]
         elif tokens in failed:
             parts = ["out of memory here"]
         if tokens in timed:

@@ -67,3 +67,15 @@ class Quiet:
             yield
         finally:
             self._local.on = False
+
+
+def follow_subshell(widget: ipywidgets.Widget) -> None:
+    """Let what a person does on `widget`, or on any widget inside it, arrive while a cell keeps the kernel busy.
+
+    ipykernel 7.4.0 hands it to the shell that made the widget, and not to the subshell which JupyterLab names.
+    Without a route of its own it follows JupyterLab. The name is private to ipykernel: a browser test guards it.
+    """
+    if widget.comm is not None:
+        widget.comm._reply_subshell_for = None
+    for child in getattr(widget, "children", ()):
+        follow_subshell(child)

@@ -217,9 +217,6 @@ def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], An
 def _named(widget: w.Widget, name: str) -> w.Widget:
     """A class by which style sheets and tests find the widget."""
     widget.add_class(f"plab-{name}")
-    # ipykernel 7.4.0 hands what a person does to the shell that made the widget, although a cell may keep it busy,
-    # and not to the subshell which JupyterLab names. Without a route of its own it follows JupyterLab.
-    widget.comm._reply_subshell_for = None
     return widget
 
 

@@ -33,7 +33,9 @@ class ForecastPanel:
         bind(state, "tp", ranks)
         self.words = _html("plab-forecast")
         self.figure = _html("plab-forecast-figure")
-        self.shown = w.Checkbox(description="show the forecast (no such card is needed)", indent=False)
+        self.shown = w.Checkbox(
+            description="show the forecast (no such card is needed)", indent=False, layout=w.Layout(width="99%")
+        )
         self.shown.add_class("plab-forecast-show")
         self._inside = w.VBox([w.HBox([gpu, ranks], layout=w.Layout(flex_flow="row wrap")), self.words, self.figure])
         self._inside.layout.display = "none"

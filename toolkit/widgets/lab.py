@@ -102,6 +102,7 @@ class Lab:
         """The widgets, built once: displayed twice, they are one and the same."""
         import ipywidgets
 
+        from toolkit.widgets.binding import follow_subshell
         from toolkit.widgets.controls import act_view, pick_view
         from toolkit.widgets.forecast_panel import ForecastPanel
         from toolkit.widgets.forecast_state import ForecastState
@@ -113,6 +114,7 @@ class Lab:
         parts = [ipywidgets.HTML(STYLE), *views]
         box = ipywidgets.VBox(parts, layout=ipywidgets.Layout(width="100%"))
         box.add_class("plab")
+        follow_subshell(box)
         return box
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

@@ -82,7 +82,11 @@ def snippets_html(shown: Preview | None) -> str:
     if shown is None or shown.settings is None:
         return ""
     codes = {"Python": as_python(shown.settings), "command": as_command(shown.settings)}
-    copy = "navigator.clipboard.writeText(this.nextElementSibling.textContent)"
+    # Selected as well: a page that is not served over https, or not from this machine, has no clipboard.
+    copy = (
+        "getSelection().selectAllChildren(this.nextElementSibling);"
+        "navigator.clipboard?.writeText(this.nextElementSibling.textContent)"
+    )
     return "".join(
         f'<details><summary>As {name}</summary><button type="button" onclick="{copy}">Copy as {name}</button>'
         f'<pre tabindex="0">{markup.safe(code)}</pre></details>'
@@ -111,7 +115,10 @@ def memory_and_time(record: RunRecord, other: RunRecord | None) -> str:
     if other is not None:
         return overlay(record, other)
     if record.is_running and not record.buckets:
+        _figure(plot_memory, record)  # loads what drawing takes now, and not beside a bucket that is being timed
         return '<p class="source">No bucket is captured yet.</p>'
+    if not record.buckets and record.oom_bucket is None:
+        return f'<p class="source">No bucket was captured ({record.outcome}): there is nothing to plot.</p>'
     return f'<div class="figures">{_figure(plot_memory, record)}{_figure(plot_capture_time, record)}</div>'
 
 
