@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 LOW, HIGH = 4, 16384
 """Tokens between which buckets are interpolated: the ladders servers choose. Others are traced one by one."""
-_TRACED_PERIODS = 4
-"""Of each kind of layer: one that may be special, two to compare, and one that the last layers may follow."""
+_TRACED_PERIODS = 5
+"""The first may be special and two are compared; what all layers share may end in the last, from its start on."""
 
 
 class CaptureTraces:
