@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.memory.allocator import CachingAllocator
 from toolkit.memory.capture_trace import CaptureTrace, RecordingAllocator, Repeat
 from toolkit.settings import MAX_BUCKET_TOKENS, Backend, CaptureSettings
 
 if TYPE_CHECKING:
-    from toolkit.memory.allocator import CachingAllocator
     from toolkit.memory.trace import AffineTraces
+    from toolkit.prefill.guards import GuardFacts
     from toolkit.prefill.kv_pool import LayerGeometry
     from toolkit.prefill.model_runner import ModelRunner
 
@@ -43,6 +44,7 @@ class CaptureTraces:
         self._body: Any = resolve_language_model(self.model)
         self._depth = _depth(self._body)
         self.geometry = self._geometry()
+        self._facts: GuardFacts | None = None
         self._affine: AffineTraces[CaptureTrace] | None = None
 
     def at(self, num_tokens: int) -> CaptureTrace:
@@ -67,6 +69,15 @@ class CaptureTraces:
         runner = assemble(self._settings, device, self.model, pool, buckets)
         device.empty_cache()
         return runner
+
+    def guard_facts(self, buckets: tuple[int, ...], kv_tokens: int) -> GuardFacts:
+        """What the engine's guards look at when these buckets are to be captured beside a KV pool of that size."""
+        from toolkit.prefill.setup import guard_facts
+
+        if self._facts is None:
+            self._facts = guard_facts(self.runner(CachingAllocator(), 1, (1,)))
+        tokens = min(self._facts.capture_requests * self._facts.context_length, kv_tokens)
+        return replace(self._facts, buckets=buckets, capture_tokens=tokens)
 
     def _graph_runner(self) -> Any:
         from toolkit.prefill.backends import BACKENDS

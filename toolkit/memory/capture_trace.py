@@ -52,6 +52,26 @@ class CaptureTrace:
         """Graphs of this bucket."""
         return sum(_segments(step) for step in self.steps)
 
+    @property
+    def warm_up(self) -> CaptureTrace:
+        """What happens before the first segment begins."""
+        return CaptureTrace(self.sizes, self.steps[: self._first_segment])
+
+    @property
+    def recording(self) -> CaptureTrace:
+        """The first segment and all that follows. To be replayed alone only where the trace is `separable`."""
+        return CaptureTrace(self.sizes, self.steps[self._first_segment :])
+
+    @property
+    def separable(self) -> bool:
+        """Whether the warm-up leaves nothing alive, and its cache is emptied before the first segment."""
+        events = [event for step in self.warm_up.steps for event in _events(step)]
+        return self.warm_up.steps[-1:] == ("empty_cache",) and sum(1 if e >= 0 else -1 for e in events) == 0
+
+    @property
+    def _first_segment(self) -> int:
+        return self.steps.index("begin") if "begin" in self.steps else len(self.steps)
+
     def replay(self, allocator: CachingAllocator, pool: PoolId, stream: int = 0) -> list[Block]:
         """Make the allocator do what the capture did, segments in `pool`; returns the blocks still in use."""
         run = _Run(self.sizes, allocator, pool, stream)
@@ -64,6 +84,10 @@ def _segments(step: Step) -> int:
     if isinstance(step, Repeat):
         return step.copies * step.steps.count("begin")
     return int(step == "begin")
+
+
+def _events(step: Step) -> Events:
+    return step if isinstance(step, tuple) else ()
 
 
 class _Run:
@@ -108,21 +132,29 @@ class _Run:
                 free(blocks.pop(~event))
 
     def _repeat(self, repeat: Repeat) -> None:
-        """Layer after layer; once one leaves everything where it found it, so do all that follow.
+        """Layer after layer. Where one finds what an earlier one found, all goes round: whole rounds change nothing.
 
         What is free follows from the segments and from what is in use, which only the layer's own blocks change.
         """
-        before = None
-        for _ in range(repeat.copies):
-            state = (self._allocator.reserved_bytes(), self._layer_blocks(repeat))
-            if state == before:
-                return
-            before = state
-            for number in range(repeat.first, repeat.first + repeat.count):
-                if number in self.blocks:  # what the layer before left for this one
-                    self.blocks[number - repeat.count] = self.blocks.pop(number)
-            for step in repeat.steps:
-                self.step(step)
+        seen: dict[tuple[object, ...], int] = {}
+        left = repeat.copies
+        while left:
+            state = (self._allocator.reserved_bytes(), *self._layer_blocks(repeat))
+            if state in seen:
+                left %= seen[state] - left
+                break
+            seen[state] = left
+            self._copy(repeat)
+            left -= 1
+        for _ in range(left):
+            self._copy(repeat)
+
+    def _copy(self, repeat: Repeat) -> None:
+        for number in range(repeat.first, repeat.first + repeat.count):
+            if number in self.blocks:  # what the layer before left for this one
+                self.blocks[number - repeat.count] = self.blocks.pop(number)
+        for step in repeat.steps:
+            self.step(step)
 
     def _layer_blocks(self, repeat: Repeat) -> list[tuple[int, int, int]]:
         numbers = range(repeat.first, repeat.first + repeat.count)
@@ -208,4 +240,3 @@ class _Log:
         if self._events:
             self.steps.append(tuple(self._events))
             self._events.clear()
-

@@ -7,12 +7,14 @@ free and tell the device is what counts, and the allocator writes it down.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from toolkit.memory.allocator import CachingAllocator
 from toolkit.memory.capture_trace import RecordingAllocator
+from toolkit.prefill.devices.common import frozen_gc
 from toolkit.prefill.devices.cpu import ATTENTION_OPS, CpuDevice, CpuPool
 from toolkit.prefill.devices.tape import Tape, TapeSession
 
@@ -47,6 +49,10 @@ class MetaDevice(CpuDevice):
         if func in ATTENTION_OPS and isinstance(self.allocator, RecordingAllocator):
             self.allocator.mark_layer()
         return super().run_watched(func, args, kwargs)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Garbage stays where it is: collecting it takes longer than the capture, and it is no part of a trace."""
+        return frozen_gc(collect=False)
 
     def time(self, function: Callable[[], object]) -> float:
         """Zero: a pass without data says nothing about time."""
