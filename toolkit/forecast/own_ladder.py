@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.errors import InvalidInput
-from toolkit.memory.allocator import CachingAllocator, FreshAddresses, PoolId
+from toolkit.memory.allocator import CachingAllocator, PoolId
 
 if TYPE_CHECKING:
     from toolkit.forecast.own_traces import CaptureTraces
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 Order = Literal["descending", "ascending"]
 Sharing = Literal["pool and stream", "pool", "nothing"]
 ORDERS: tuple[Order, ...] = ("descending", "ascending")
+_POOL, _STREAM = "graphs", 1
 _PLACES: dict[Sharing, Callable[[int], tuple[PoolId, int]]] = {
-    "pool and stream": lambda position: ("graphs", 1),
-    "pool": lambda position: ("graphs", 1 + position),
-    "nothing": lambda position: (f"graphs {position}", 1),
+    "pool and stream": lambda position: (_POOL, _STREAM),
+    "pool": lambda position: (_POOL, _STREAM + position),
+    "nothing": lambda position: (f"{_POOL} {position}", _STREAM),
 }
 SHARINGS: tuple[Sharing, ...] = tuple(_PLACES)
 """What the buckets of a ladder share: one pool and one stream as the engine does, one pool from a stream each, or
@@ -70,83 +71,83 @@ def ladder_pool_bytes(
     return reserved
 
 
-class Ladders:
-    """Ladders of one model and backend on one device: what stands in memory before the capture, and the way through.
-
-    With `kv_tokens` it is the accounted CPU device with a KV pool of that size, whose gaps warm-up passes may use.
-    Without, it is a GPU, where captures run on a stream of their own and find nothing to use.
-    """
-
-    def __init__(
-        self, traces: CaptureTraces, kv_tokens: int | None, max_tokens: int, addresses: FreshAddresses = "descending"
-    ) -> None:
-        self._traces, self._kv_tokens, self._max_tokens = traces, kv_tokens, max_tokens
-        self._addresses = addresses
-        self._rehearsal, self._held = self._prepared()
-        self._growth: dict[int, int] = {}
-
-    def steps(self, ladder: tuple[int, ...]) -> tuple[LadderStep, ...]:
-        """One step a bucket, in the order given."""
-        allocator, held = self._prepared()
-        reserved, in_use = allocator.reserved_bytes(), allocator.allocated_bytes()
-        steps = []
-        for num_tokens in ladder:
-            peak = self._bucket(allocator, num_tokens) - reserved
-            now = (allocator.reserved_bytes() - reserved, allocator.allocated_bytes() - in_use)
-            steps.append(LadderStep(num_tokens, *now, peak))
-        del held
-        return tuple(steps)
-
-    def _bucket(self, allocator: CachingAllocator, num_tokens: int) -> int:
-        """Capture one bucket; returns the most that was reserved meanwhile."""
-        trace, before = self._traces.at(num_tokens), allocator.reserved_bytes()
-        allocator.reset_peak()
-        if not trace.separable:
-            trace.replay(allocator, "graphs", self._stream)
-            return allocator.peak_reserved_bytes
-        trace.recording.replay(allocator, "graphs", self._stream)
-        return max(allocator.peak_reserved_bytes, before + self._warm_up_growth(num_tokens))
-
-    def _warm_up_growth(self, num_tokens: int) -> int:
-        """Bytes warm-up passes take beside all that is there. They find the same default pool whatever the ladder."""
-        if num_tokens not in self._growth:
-            allocator = self._rehearsal
-            allocator.reset_peak()
-            before = allocator.reserved_bytes()
-            self._traces.at(num_tokens).warm_up.replay(allocator, "graphs", self._stream)
-            self._growth[num_tokens] = allocator.peak_reserved_bytes - before
-        return self._growth[num_tokens]
-
-    @property
-    def _stream(self) -> int:
-        return int(self._kv_tokens is None)
-
-    def _prepared(self) -> tuple[CachingAllocator, ModelRunner | None]:
-        """An allocator as it is before the capture, and who holds what is in use there."""
-        allocator = CachingAllocator(fresh_addresses=self._addresses)
-        if self._kv_tokens is None:
-            return allocator, None
-        return allocator, self._traces.runner(allocator, self._kv_tokens, (self._max_tokens,))
-
-
-@lru_cache(maxsize=32)
-def ladders(
-    traces: CaptureTraces, kv_tokens: int | None, max_tokens: int, addresses: FreshAddresses = "descending"
-) -> Ladders:
-    """`Ladders`, made once."""
-    return Ladders(traces, kv_tokens, max_tokens, addresses)
-
-
 @lru_cache(maxsize=256)
 def ladder_steps(
-    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: FreshAddresses = "descending"
+    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: Order = "descending"
 ) -> tuple[LadderStep, ...]:
-    """`Ladders.steps`, kept for sliders that return.
+    """One step a bucket, in the order given.
 
     Args:
         traces: of the model and backend.
         ladder: buckets in order of capture.
-        kv_tokens: slots of the KV pool on the accounted CPU device; None for a GPU.
+        kv_tokens: slots of the KV pool on the accounted CPU device, where warm-up passes may use gaps beside it. None
+            for a GPU: there captures run on a stream of their own, and find nothing to use.
         addresses: where new segments land.
     """
-    return ladders(traces, kv_tokens, max(ladder), addresses).steps(ladder)
+    if not all(traces.at(num_tokens).separable for num_tokens in ladder):
+        return _replayed_whole(traces, ladder, kv_tokens, addresses)
+    warm_up = _warm_ups(traces, kv_tokens, max(ladder) if kv_tokens is not None else 0)
+    steps, before = [], 0
+    for step in _recorded(traces, ladder, addresses):
+        peak = max(step.peak, before + warm_up.growth(step.num_tokens))
+        steps.append(replace(step, peak=peak))
+        before = step.reserved
+    return tuple(steps)
+
+
+@lru_cache(maxsize=256)
+def _recorded(traces: CaptureTraces, ladder: tuple[int, ...], addresses: Order) -> tuple[LadderStep, ...]:
+    """The segments alone: whatever stands in the default pool, theirs is the same."""
+    allocator, steps = CachingAllocator(fresh_addresses=addresses), []
+    for num_tokens in ladder:
+        traces.at(num_tokens).recording.replay(allocator, _POOL, _STREAM)
+        held = allocator.reserved_bytes()  # a graph's pool never shrinks, so this is its peak too
+        steps.append(LadderStep(num_tokens, held, allocator.allocated_bytes(), held))
+    return tuple(steps)
+
+
+class _WarmUps:
+    """What warm-up passes take beside all that is there: they find the same default pool whatever the ladder."""
+
+    def __init__(self, traces: CaptureTraces, kv_tokens: int | None, max_tokens: int) -> None:
+        self._traces, self._stream = traces, _STREAM if kv_tokens is None else 0
+        self._allocator = CachingAllocator()
+        self._held = _hold(traces, self._allocator, kv_tokens, max_tokens)
+        self._growth: dict[int, int] = {}
+
+    def growth(self, num_tokens: int) -> int:
+        """Bytes at their peak, beyond those reserved before."""
+        if num_tokens not in self._growth:
+            before = self._allocator.reserved_bytes()
+            self._allocator.reset_peak()
+            self._traces.at(num_tokens).warm_up.replay(self._allocator, _POOL, self._stream)
+            self._growth[num_tokens] = self._allocator.peak_reserved_bytes - before
+        return self._growth[num_tokens]
+
+
+@lru_cache(maxsize=64)
+def _warm_ups(traces: CaptureTraces, kv_tokens: int | None, max_tokens: int) -> _WarmUps:
+    return _WarmUps(traces, kv_tokens, max_tokens)
+
+
+def _replayed_whole(
+    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: Order
+) -> tuple[LadderStep, ...]:
+    """Bucket by bucket on one allocator, for models that keep something of their warm-up."""
+    allocator, stream = CachingAllocator(fresh_addresses=addresses), _STREAM if kv_tokens is None else 0
+    held = _hold(traces, allocator, kv_tokens, max(ladder))
+    reserved, in_use, steps = allocator.reserved_bytes(), allocator.allocated_bytes(), []
+    for num_tokens in ladder:
+        allocator.reset_peak()
+        traces.at(num_tokens).replay(allocator, _POOL, stream)
+        now = (allocator.reserved_bytes() - reserved, allocator.allocated_bytes() - in_use)
+        steps.append(LadderStep(num_tokens, *now, allocator.peak_reserved_bytes - reserved))
+    del held
+    return tuple(steps)
+
+
+def _hold(
+    traces: CaptureTraces, allocator: CachingAllocator, kv_tokens: int | None, max_tokens: int
+) -> ModelRunner | None:
+    """What stands in memory before a capture; it stays while the result is held. Nothing that matters on a GPU."""
+    return None if kv_tokens is None else traces.runner(allocator, kv_tokens, (max_tokens,))

@@ -46,6 +46,7 @@ class CaptureTraces:
         self.geometry = self._geometry()
         self._facts: GuardFacts | None = None
         self._affine: AffineTraces[CaptureTrace] | None = None
+        self._made: dict[int, CaptureTrace] = {}
 
     def at(self, num_tokens: int) -> CaptureTrace:
         """The trace of one bucket. The first call makes the recordings."""
@@ -55,7 +56,9 @@ class CaptureTraces:
             self._graphs = self._graph_runner()
             requests, context = self._graphs.model_runner.capture_limits
             self._affine = AffineTraces(self._record, LOW, min(HIGH, requests * context))
-        return self._affine.at(num_tokens)
+        if num_tokens not in self._made:
+            self._made[num_tokens] = self._affine.at(num_tokens)
+        return self._made[num_tokens]
 
     def runner(self, allocator: CachingAllocator, kv_tokens: int, buckets: tuple[int, ...]) -> ModelRunner:
         """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them."""

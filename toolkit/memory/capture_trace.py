@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from toolkit.memory.allocator import DEFAULT_POOL, Block, CachingAllocator, PoolId
@@ -35,7 +36,7 @@ class Repeat:
 Step = Command | Events | Repeat
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CaptureTrace:
     """What the capture of one bucket allocates and frees.
 
@@ -47,22 +48,22 @@ class CaptureTrace:
     sizes: tuple[int, ...]
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def segments(self) -> int:
         """Graphs of this bucket."""
         return sum(_segments(step) for step in self.steps)
 
-    @property
+    @cached_property
     def warm_up(self) -> CaptureTrace:
         """What happens before the first segment begins."""
         return CaptureTrace(self.sizes, self.steps[: self._first_segment])
 
-    @property
+    @cached_property
     def recording(self) -> CaptureTrace:
         """The first segment and all that follows. To be replayed alone only where the trace is `separable`."""
         return CaptureTrace(self.sizes, self.steps[self._first_segment :])
 
-    @property
+    @cached_property
     def separable(self) -> bool:
         """Whether the warm-up leaves nothing alive, and its cache is emptied before the first segment."""
         events = [event for step in self.warm_up.steps for event in _events(step)]
