@@ -12,7 +12,8 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +139,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 # --- every bucket from a few traces -------------------------------------------------------------------------
 
 
-class AffineTraces:
+class _Sized(Protocol):
+    """A trace of any kind: sizes in bytes, and whatever else it holds that is not to depend on the token count."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+_Trace = TypeVar("_Trace", bound=_Sized)
+
+
+class AffineTraces(Generic[_Trace]):
     """Traces of one forward for any token count, from as few recordings as are safe.
 
     Two are made, at both ends of the range. Every size must lie on a line of whole bytes: a number of bytes a token,
@@ -150,7 +161,7 @@ class AffineTraces:
         is_affine: whether counts between the ends are interpolated.
     """
 
-    def __init__(self, record: Callable[[int], AllocationTrace], low: int, high: int, *, confirm: bool = True) -> None:
+    def __init__(self, record: Callable[[int], _Trace], low: int, high: int, *, confirm: bool = True) -> None:
         """Make the recordings.
 
         Args:
@@ -160,7 +171,7 @@ class AffineTraces:
             confirm: False leaves the third recording out, for bodies that are known to be affine.
         """
         self._record, self._low, self._high = record, low, high
-        self._recorded: dict[int, AllocationTrace] = {}
+        self._recorded: dict[int, _Trace] = {}
         self._lines = _lines((low, self._exact(low)), (high, self._exact(high))) if low < high else None
         # No simple fraction of the range, and odd for its usual ends: a size that moves in steps shows there.
         middle = low + (high - low) * 3 // 7
@@ -173,28 +184,31 @@ class AffineTraces:
         """The token counts that were recorded so far, ascending."""
         return tuple(sorted(self._recorded))
 
-    def at(self, num_tokens: int) -> AllocationTrace:
+    def at(self, num_tokens: int) -> _Trace:
         """The trace of that many tokens."""
         inside = self._lines is not None and self._low < num_tokens < self._high
         return self._between(num_tokens) if inside else self._exact(num_tokens)
 
-    def _exact(self, num_tokens: int) -> AllocationTrace:
+    def _exact(self, num_tokens: int) -> _Trace:
         if num_tokens not in self._recorded:
             self._recorded[num_tokens] = self._record(num_tokens)
         return self._recorded[num_tokens]
 
-    def _between(self, num_tokens: int) -> AllocationTrace:
+    def _between(self, num_tokens: int) -> _Trace:
         assert self._lines is not None
-        model = self._exact(self._low)
         sizes = tuple(base + per_token * num_tokens for base, per_token in self._lines)
-        return AllocationTrace(sizes, model.events, model.first_product)
+        return _with_sizes(self._exact(self._low), sizes)
 
 
-def _lines(small: tuple[int, AllocationTrace], large: tuple[int, AllocationTrace]) -> list[tuple[int, int]] | None:
+def _with_sizes(trace: _Trace, sizes: tuple[int, ...]) -> _Trace:
+    return replace(trace, sizes=sizes)  # type: ignore[type-var]
+
+
+def _lines(small: tuple[int, _Trace], large: tuple[int, _Trace]) -> list[tuple[int, int]] | None:
     """(bytes, bytes a token) of each allocation, from traces of two token counts; None where that does not fit."""
     (low, first), (high, last) = small, large
-    if (first.events, first.first_product) != (last.events, last.first_product):
-        return None
+    if len(first.sizes) != len(last.sizes) or _with_sizes(first, ()) != _with_sizes(last, ()):
+        return None  # they differ in more than sizes
     lines = []
     for from_size, to_size in zip(first.sizes, last.sizes, strict=True):
         per_token, rest = divmod(to_size - from_size, high - low)

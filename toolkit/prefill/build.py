@@ -94,31 +94,15 @@ def _allocate(
     stage: Callable[[str, str | None], None],
 ) -> ModelRunner:
     dtype = getattr(torch, settings.dtype)
-    max_tokens = max(sizes.buckets, default=1)
     baseline, after_weights = free
     tokens = _kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
     stage("allocate KV pool", f"{tokens} tokens")
     pool = KVPool(device, geometry, tokens, dtype)
     ledger["kv_cache_gib"] = _tensor_gib([*pool.keys, *pool.values])
-    stage("allocate static buffers", f"{max_tokens} tokens")
-    buffers = StaticBuffers(device, geometry, max_tokens, int(config.hidden_size), dtype)
-    runner = ModelRunner(
-        device=device,
-        model=loaded.model,
-        kv_pool=pool,
-        buffers=buffers,
-        buckets=sizes.buckets,
-        backend=settings.resolved_backend.value,
-        context_length=_context_length(config),
-        policy=settings.policy,
-        role=settings.role,
-        compiler=settings.compiler,
-        request_slots=settings.request_slots,
-        max_context=settings.max_context,
-        locked_keys=settings.locked_keys,
-        tokenizer=loaded.tokenizer,
-    )
-    static = buffers.tensors
+    stage("allocate static buffers", f"{max(sizes.buckets, default=1)} tokens")
+    runner = assemble(settings, device, loaded.model, pool, sizes.buckets)
+    runner.tokenizer = loaded.tokenizer
+    static = runner.buffers.tensors
     if settings.resolved_backend is Backend.FULL:
         static += runner.static_attention.tensors
     ledger["static_buffers_gib"] = _tensor_gib(static)
@@ -128,6 +112,36 @@ def _allocate(
     ledger["allocator_rounding_gib"] = (baseline - device.free_bytes()) / GIB - sum(ledger[key] or 0 for key in named)
     ledger["ballast_gib"] = _leave_free(settings, device)
     ledger["free_before_capture_gib"] = device.free_bytes() / GIB
+    return runner
+
+
+def assemble(
+    settings: CaptureSettings, device: Device, model: Any, pool: KVPool, buckets: tuple[int, ...]
+) -> ModelRunner:
+    """The static buffers, and the runner that holds all. Model and KV pool are on the device already.
+
+    Raises torch.OutOfMemoryError.
+    """
+    config = model.config.get_text_config()
+    dtype, width = getattr(torch, settings.dtype), int(config.hidden_size)
+    buffers = StaticBuffers(device, pool.layers, max(buckets, default=1), width, dtype)
+    runner = ModelRunner(
+        device=device,
+        model=model,
+        kv_pool=pool,
+        buffers=buffers,
+        buckets=buckets,
+        backend=settings.resolved_backend.value,
+        context_length=_context_length(config),
+        policy=settings.policy,
+        role=settings.role,
+        compiler=settings.compiler,
+        request_slots=settings.request_slots,
+        max_context=settings.max_context,
+        locked_keys=settings.locked_keys,
+    )
+    if settings.resolved_backend is Backend.FULL:
+        _ = runner.static_attention  # made on first use, which must not fall into the capture
     return runner
 
 

@@ -60,7 +60,7 @@ def capture_prefill_graph(
     log lines in SGLang's wording and one event a bucket.
     """
     emit = on_event or (lambda event: None)
-    facts = _guard_facts(model_runner)
+    facts = guard_facts(model_runner)
     blocked = first_blocked(facts)
     if blocked is not None:
         return _skipped(emit, eager_runner, blocked.code, blocked.reason, blocked.log_line, None)
@@ -175,7 +175,8 @@ def _skipped(
     )
 
 
-def _guard_facts(runner: ModelRunner) -> GuardFacts:
+def guard_facts(runner: ModelRunner) -> GuardFacts:
+    """What the guards look at, of a runner."""
     backend = Backend(runner.backend)
     body = resolve_language_model(runner.model)
     attention, _ = compute_attention_and_moe_layers(body)

@@ -11,14 +11,15 @@ MIB = 1 << 20
 
 
 @contextmanager
-def frozen_gc() -> Iterator[None]:
-    """Collect once, then keep the garbage collector from walking (and freeing) anything during a capture.
+def frozen_gc(collect: bool = True) -> Iterator[None]:
+    """Keep the garbage collector from walking (and freeing) anything during a capture, after one last collection.
 
     A collection in mid-capture may free tensors of the outside world into the recorded stretch; SGLang
-    freezes it for the same reason.
+    freezes it for the same reason. `collect` False leaves the last collection out.
     """
     was_enabled = gc.isenabled()
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -28,7 +28,8 @@ from toolkit.prefill.devices.tape import Tape, TapeSession, check_capturable
 
 LABEL = "cpu (accounted)"
 GIB = 1 << 30
-_ATTENTION_OPS = frozenset({torch.ops.prefill_lab.attention.default, torch.ops.prefill_lab.attend_into.default})
+ATTENTION_OPS = frozenset({torch.ops.prefill_lab.attention.default, torch.ops.prefill_lab.attend_into.default})
+"""The operators that declare their workspace."""
 # Memory is mapped, not filled: a page costs real memory only once it is written. Linux's value of
 # MAP_NORESERVE, which Python's mmap module names only since 3.13.
 _MAP_NORESERVE = 0x4000 if hasattr(mmap, "MAP_POPULATE") else 0
@@ -279,7 +280,7 @@ class CpuDevice:
         """Run one ATen call, charge what it made, and record it when a tape is open."""
         if self.recording is not None:
             check_capturable(func, args, kwargs)
-        if func in _ATTENTION_OPS:
+        if func in ATTENTION_OPS:
             self.allocator.free(self._charge(declared_workspace_bytes(args), self._pool_key))
         result = func(*args, **kwargs)
         self._charge_outputs(result, (args, kwargs))
