@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from toolkit.errors import InvalidInput
 from toolkit.forecast.terms import Forecast
+from toolkit.hardware import GpuSpec
 from toolkit.settings import Backend
 
 SGLANG = "sglang"
@@ -19,7 +20,9 @@ class ForecastRequest:
     """What an engine may look at.
 
     Attributes:
+        model: what names the model: a catalogue id, a path or a hub id.
         config: the text decoder's config, anything with its attributes.
+        gpu: the card, for what depends on its architecture.
         buckets: token counts of the ladder.
         backend: one that captures.
         tp: ranks that share the layers.
@@ -30,7 +33,9 @@ class ForecastRequest:
         max_context: tokens of the longest context, for the toolkit's own `full`.
     """
 
+    model: str
     config: Any
+    gpu: GpuSpec
     buckets: tuple[int, ...]
     backend: Backend
     tp: int = 1
@@ -57,7 +62,25 @@ def _sglang(request: ForecastRequest) -> Forecast:
     )
 
 
-ENGINES: dict[str, Engine] = {SGLANG: _sglang}
+def _transformers(request: ForecastRequest) -> Forecast:
+    from toolkit.catalogue import load_config, resolve_model
+    from toolkit.forecast.own_engine import forecast_transformers
+    from toolkit.memory.rank_local import rank_local_config
+
+    config = load_config(resolve_model(request.model)).get_text_config()
+    return forecast_transformers(
+        rank_local_config(config, request.tp),
+        request.buckets,
+        backend=request.backend,
+        compiler=request.compiler,
+        dtype=request.dtype,
+        request_slots=request.request_slots,
+        max_context=request.max_context,
+        gpu=request.gpu,
+    )
+
+
+ENGINES: dict[str, Engine] = {SGLANG: _sglang, "transformers": _transformers}
 """Every engine by its name on the command line."""
 
 

@@ -158,12 +158,15 @@ Forecaster = Callable[[ModelFacts, Backend, tuple[int, ...]], Forecast]
 
 def forecaster(settings: PlanSettings) -> Forecaster:
     """The chosen engine as a function of model, backend and ladder that remembers its last answers."""
-    engine, known = get_engine(settings.engine), dict[tuple[Backend, tuple[int, ...]], Forecast]()
+    engine, gpu = get_engine(settings.engine), resolve_gpu(settings.gpu)
+    known: dict[tuple[Backend, tuple[int, ...]], Forecast] = {}
 
     def ask(model: ModelFacts, backend: Backend, buckets: tuple[int, ...]) -> Forecast:
         if (backend, buckets) not in known:
             request = ForecastRequest(
+                settings.model,
                 model.config,
+                gpu,
                 buckets,
                 backend,
                 settings.tp,

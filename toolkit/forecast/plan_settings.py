@@ -7,11 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.errors import InvalidInput
-from toolkit.forecast.engines import get_engine
+from toolkit.forecast.engines import SGLANG, get_engine
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.memory.rank_local import MAX_TP
 from toolkit.policies import POLICIES, get_policy
-from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, GraphChoice, MemoryChoice
+from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, Backend, GraphChoice, MemoryChoice
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
@@ -59,6 +59,12 @@ class PlanSettings(MemoryChoice, GraphChoice):
                 "for example --max-tokens 2048",
             )
         get_engine(self.engine)
+        if self.engine != SGLANG and self.backend is Backend.TC_PIECEWISE and self.compiler != "eager":
+            raise InvalidInput(
+                f"compiler {self.compiler} cannot be planned: nobody sees what compiled code allocates",
+                "compiler eager",
+                "--compiler eager, or measure it: prefill-lab capture --backend tc_piecewise --compiler inductor",
+            )
         _ = self.policies
         return self
 
