@@ -28,7 +28,7 @@ WEIGHTS := $(VENV)/.stamp-$(MODEL)
 .DEFAULT_GOAL := help
 # Two pips in one .venv would get in each other's way.
 .NOTPARALLEL:
-.PHONY: help demo test lab app check notebooks clean venv
+.PHONY: help demo test install lab app check notebooks clean venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,8 @@ test: $(FULL) $(WEIGHTS) ## run every test and re-run every notebook against its
 RUNS = PREFILL_LAB_RUNS="$${PREFILL_LAB_RUNS:-$(CURDIR)/runs}"
 
 # Jupyter refuses to run as root unless told to; in a container root is often the only user there is.
+install: $(FULL) $(WEIGHTS) ## install everything into .venv and do nothing else
+
 lab: $(FULL) $(WEIGHTS) ## open the Lab's notebook in JupyterLab (LAB_ARGS=...)
 	@$(RUNS) $(PY) -m jupyterlab $$([ "$$(id -u)" = 0 ] && echo --allow-root) $(LAB_ARGS) notebooks/01_capture_lab.ipynb
 

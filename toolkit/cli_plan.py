@@ -85,7 +85,7 @@ def plan(choices: dict[str, Any], solve: Solve = None, explain: Explain = False,
 
     if solve is not None:
         answer = _solved(found, solve)
-        left = f"{found.left_gib:.2f} GiB left at the worst moment, reserve {found.reserve_gib:.2f}"
+        left = f"by the middle of the forecast {found.left_gib:.2f} GiB stay free, reserve {found.reserve_gib:.2f} GiB"
         say_tables([*explained([f"largest {solve}: {answer['value']} ({left})"])])
     say_tables(plan_view(found, explain=explain))
     return 0

@@ -16,7 +16,7 @@ EDGE_GIB = 0.25
 
 def advise_plan(plan: Plan) -> Iterator[str]:
     """Advice, one sentence each."""
-    for part in (_bypassed, _room, _gate, _table):
+    for part in (_bypassed, _room, _pool, _gate, _table):
         yield from part(plan)
 
 
@@ -33,6 +33,16 @@ def _room(plan: Plan) -> Iterator[str]:
             yield f"or lower the ceiling, for example --max-tokens {lower[0]} (the largest bucket pays for the pool)"
     elif plan.lines[-1].gib < plan.reserve_gib:
         yield "prefill graphs fit, the reserve for decode graphs does not: lower the fraction (--solve mem-fraction)"
+
+
+def _pool(plan: Plan) -> Iterator[str]:
+    """A KV pool that serves nobody."""
+    tokens, chunk = plan.ledger.kv_cache_tokens, plan.resolved.chunked_prefill_size
+    if tokens < chunk:
+        yield (
+            f"the KV pool holds {tokens:,} tokens, less than one prefill chunk of {chunk:,}: raise the fraction, "
+            "raise --tp, take smaller weights (--weights fp8 or int4) or a larger GPU"
+        )
 
 
 def _gate(plan: Plan) -> Iterator[str]:

@@ -20,7 +20,7 @@ class PolicyOutcome:
     """What a policy leads to. `free_after_gib` is None where the server would not start.
 
     `margin_gib` is what the worst moment of the capture leaves by the middle of the forecast, `tight` whether its
-    upper bound would not fit.
+    upper bound would not fit into the lower bound of what is free.
     """
 
     runner: str | None
@@ -41,6 +41,7 @@ class Situation:
     """The moment before the capture, on one rank."""
 
     free_gib: float
+    free_low_gib: float
     kv_cache_tokens: int
     buckets: tuple[int, ...]
     resolved: Resolution
@@ -50,6 +51,9 @@ class Situation:
 
 def plan_policy(name: str, now: Situation, forecast: Callable[[tuple[int, ...]], Forecast]) -> PolicyOutcome:
     """The outcome under the policy `name`; `forecast` is asked for the buckets it decides to capture."""
+    if now.free_gib < 0:
+        reason = f"weights, KV pool and static buffers exceed the device by {-now.free_gib:.2f} GiB: it would not start"
+        return PolicyOutcome(None, "oom", "out_of_memory_before_capture", reason, (), None, now.kv_cache_tokens)
     if now.backend is Backend.DISABLED:
         return _eager(now, "disabled", disabled_reason(now.resolved))
     decision = get_policy(name)(PolicyFacts(now.free_gib, now.locked_keys, now.buckets))
@@ -86,8 +90,9 @@ def _captured(now: Situation, code: str, why: str, forecast: Forecast) -> Policy
         return PolicyOutcome(
             None, "oom", "out_of_memory", reason, done, None, now.kv_cache_tokens, margin, True, oom_bucket=failed
         )
-    tight = peak.high > free_mib
-    remark = "; its upper bound does not fit, so it may run out of memory" if tight else ""
+    tight = peak.high > now.free_low_gib * 1024
+    bounds = f"up to {peak.high / 1024:.2f} GiB against as little as {now.free_low_gib:.2f} GiB free"
+    remark = f"; at the ends of both ranges it does not fit ({bounds}): it may run out of memory" if tight else ""
     return PolicyOutcome(
         runner=GRAPH_RUNNER,
         outcome="captured",

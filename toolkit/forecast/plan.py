@@ -80,6 +80,25 @@ class Plan:
         return self.ledger.free_before_gib
 
     @property
+    def summary(self) -> str:
+        """Whether it fits, in one sentence: needed, free, what stays, how long."""
+        if self.forecast is None:
+            return "no prefill graph: " + next((one.reason for one in self.policies.values()), "disabled")
+        peak, total = self.forecast.peak, self.forecast.total
+        free = self.ledger.line("free_before_capture")
+        captured = [one for one in self.policies.values() if one.outcome == "captured"]
+        tight = any(one.tight for one in captured)
+        word = "may not fit" if tight else "fits" if captured else "does not fit"
+        if not captured and all(one.outcome == "skipped" for one in self.policies.values()):
+            word = "is not captured"
+        seconds = f"; about {sum(self.forecast.capture_s):.0f} s" if self.forecast.capture_s else "; time n/a"
+        return (
+            f"{word}: the capture needs {peak.mid / 1024:.2f} GiB ({peak.low / 1024:.2f} to {peak.high / 1024:.2f}) of "
+            f"{free.gib:.2f} GiB free ({free.low_gib:.2f} to {free.high_gib:.2f}); {total.mid / 1024:.2f} GiB stay"
+            f"{seconds}"
+        )
+
+    @property
     def left_gib(self) -> float:
         """GiB that stay free at the worst moment: of the prefill capture, or after the decode graphs' reserve."""
         peak = ZERO if self.forecast is None else self.forecast.peak
@@ -197,7 +216,13 @@ def plan_with(settings: PlanSettings, ask: Forecaster) -> Plan:
     facts = _ledger_facts(settings, model, gpu, cell, fraction)
     ledger = build_ledger(facts)
     now = Situation(
-        ledger.free_before_gib, ledger.kv_cache_tokens, resolved.buckets, resolved, backend, settings.locked_keys
+        ledger.free_before_gib,
+        ledger.lines[-1].low_gib,
+        ledger.kv_cache_tokens,
+        resolved.buckets,
+        resolved,
+        backend,
+        settings.locked_keys,
     )
     forecast = None if backend is Backend.DISABLED else ask(model, backend, resolved.buckets)
     policies = {

@@ -170,10 +170,13 @@ def _no_room(facts: LedgerFacts, baseline: float) -> InvalidInput:
         )
     what = f"weights of {facts.weights_gib:.2f} GiB per rank leave no KV pool at fraction {facts.mem_fraction:g}"
     if need < 0.995:
-        return InvalidInput(what, f"{baseline:.2f} GiB are left of {facts.gpu} for both", f"--mem-fraction {need:.3f}")
+        room = f"weights and KV pool share {baseline:.2f} GiB of {facts.gpu}"
+        return InvalidInput(
+            what, room, f"at least --mem-fraction {need:.3f}, or smaller weights (--weights fp8 or int4)"
+        )
     return InvalidInput(
         what,
-        f"{baseline:.2f} GiB are left of {facts.gpu} for both",
+        f"weights and KV pool share {baseline:.2f} GiB of {facts.gpu}",
         "raise --tp, take smaller weights (--weights fp8 or int4) or a larger GPU",
     )
 
@@ -188,7 +191,9 @@ def _estimated(key: str, name: str, figure: Assumption, formula: str) -> LedgerL
 
 def _free(key: str, name: str, gib: float, facts: LedgerFacts, static: Assumption, formula: str) -> LedgerLine:
     """Free memory is B x (1 - fraction) less static buffers: of B only the context is uncertain."""
-    share = 0.0 if facts.mem_fraction is None else 1 - facts.mem_fraction
+    if facts.mem_fraction is None:  # the KV pool is sized so that exactly this is left
+        return LedgerLine(key, name, "free", gib, gib, gib, formula, FREE_SOURCE)
+    share = 1 - facts.mem_fraction
     low = gib - (facts.context.high_gib - facts.context.gib) * share - (static.high_gib - static.gib)
     high = gib + (facts.context.gib - facts.context.low_gib) * share + (static.gib - static.low_gib)
     return LedgerLine(key, name, "free", gib, low, high, formula, FREE_SOURCE)

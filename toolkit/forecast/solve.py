@@ -83,7 +83,7 @@ def _leaves(plan: Plan | None) -> bool:
 def _no_answer(least: Plan, what: str) -> InvalidInput:
     return InvalidInput(
         f"no {what} leaves {least.reserve_gib:.2f} GiB: even the smallest leaves {least.left_gib:.2f}",
-        "left is what is free at the worst moment of the capture, or after the reserve for decode graphs",
+        "left is the middle of the forecast at the fullest moment of the capture, or after the decode graphs' reserve",
         "take a larger GPU, raise --tp, lower --reserve or --max-tokens, or run without prefill graphs",
     )
 

@@ -103,7 +103,7 @@ def difference_table(first: RunRecord, second: RunRecord) -> pd.DataFrame:
     import pandas as pd
 
     table = run_table([first, second])
-    rows = [_row(heading(column), table[column].tolist()) for column in _QUANTITIES]
+    rows = [_row(_with_its_unit(column), table[column].tolist()) for column in _QUANTITIES]
     rows.append(_row("KV cache (tokens)", [first.kv_cache_tokens, second.kv_cache_tokens]))
     rows.append(_row("mem_fraction_static", [first.mem_fraction_static, second.mem_fraction_static]))
     rows += [_row(f"setting {name}", pair) for name, pair in _other_settings(first, second)]
@@ -120,6 +120,12 @@ def bucket_difference_table(first: RunRecord, second: RunRecord) -> pd.DataFrame
         joined[f"difference_{figure}"] = joined[f"b_{figure}"] - joined[f"a_{figure}"]
         columns += [f"{part}_{figure}" for part in ("a", "b", "difference")]
     return joined[columns].reset_index()
+
+
+def _with_its_unit(column: str) -> str:
+    """The name of a quantity; a difference of memory is in GiB whatever its size."""
+    name = heading(column)
+    return f"{name} (GiB)" if column.endswith("_gib") and "(" not in name else name
 
 
 # --- what differs -----------------------------------------------------------------------------------------

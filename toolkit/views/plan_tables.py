@@ -20,7 +20,7 @@ _SHOWN_BUCKETS = 10
 
 def plan_view(plan: Plan, *, explain: bool = False) -> list[RenderableType]:
     """A plan: what was settled, the ledger, the forecast, the policies; with `explain` each formula and its source."""
-    parts: list[RenderableType] = [_head(plan), _ledger(plan)]
+    parts: list[RenderableType] = [*explained([plan.summary]), _head(plan), _ledger(plan)]
     if plan.forecast is not None:
         parts += [_terms(plan), _buckets(plan)]
     parts.append(_policies(plan))

@@ -244,12 +244,18 @@ def _free_before(
     settings: CaptureSettings, source: ModelSource, sizes: Sizes | None, total_mib: float | None
 ) -> tuple[float | None, str]:
     """GiB free when the capture begins, and the same in words with where the figure comes from."""
+    weights = source.entry.parameters * _ITEMSIZE[settings.dtype] / 2**30 if source.entry else None
     if settings.free_memory_gib is not None:
-        return settings.free_memory_gib, f"exactly {settings.free_memory_gib:.2f} GiB, as you ask"
+        free = settings.free_memory_gib
+        if weights is not None and total_mib and weights + free > total_mib / 1024:
+            return None, (
+                f"{free:.2f} GiB cannot be left (forecast): the weights alone take {weights:.2f} GiB in "
+                f"{settings.dtype}, of {total_mib / 1024:.2f} GiB"
+            )
+        return free, f"exactly {free:.2f} GiB, as you ask"
     if sizes is None or sizes.mem_fraction_static is None or not total_mib:
         return None, "n/a until the device is known"
     total, fraction = total_mib / 1024, sizes.mem_fraction_static
-    weights = source.entry.parameters * _ITEMSIZE[settings.dtype] / 2**30 if source.entry else None
     if weights is not None and weights > fraction * total:
         return None, (
             f"none (forecast): the weights alone take {weights:.2f} GiB in {settings.dtype}, and fraction "
@@ -265,7 +271,7 @@ def _verdict(settings: CaptureSettings, sizes: Sizes | None, free_gib: float | N
     if settings.backend is Backend.DISABLED:
         return True, "skips: the prefill graph is disabled by hand"
     if free_gib is None or sizes is None:
-        return None, "n/a: free memory before the capture is not known"
+        return None, "n/a: there is no free memory before the capture, or it is not known"
     decision = get_policy(settings.policy)(PolicyFacts(free_gib, settings.locked_keys, sizes.buckets))
     forecast = settings.free_memory_gib is None
     gate_decides = decision.code in ("gate_low_memory", "gate_passed")

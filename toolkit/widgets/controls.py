@@ -14,7 +14,7 @@ from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, MIN_DEVICE_GIB, 
 from toolkit.views import markup
 from toolkit.widgets.binding import bind
 from toolkit.widgets.panels import preview_html, snippets_html
-from toolkit.widgets.state import LabState
+from toolkit.widgets.state import REFUSED, LabState
 
 POLICY_LABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
 _LABEL = {"description_width": "128px"}
@@ -53,7 +53,8 @@ def act_view(state: LabState) -> w.Widget:
         capture.description = "Capture next" if now.running else "Capture"
 
     def show_message(_: object = None) -> None:
-        message.value = f'<span role="status">{markup.safe(state.message)}</span>'
+        refused = ' class="problem"' if state.message.startswith(REFUSED) else ""
+        message.value = f'<div role="status"{refused}>{markup.safe(state.message)}</div>' if state.message else ""
 
     state.observe(show_activity, "activity")
     state.observe(show_message, "message")

@@ -38,7 +38,7 @@ class ForecastPanel:
         )
         self.shown.add_class("plab-forecast-show")
         self._inside = w.VBox([w.HBox([gpu, ranks], layout=w.Layout(flex_flow="row wrap")), self.words, self.figure])
-        self._inside.layout.display = "none"
+        self._inside.layout = w.Layout(display="none", width="99%")
         self._words_painter, self._figure_painter = Painter(self._show_words), Painter(self._draw)
         self.shown.observe(self._toggle, "value")
         state.follow(self._wake)
@@ -78,7 +78,10 @@ def plan_words(plan: Plan | None, problem: str) -> str:
     """A plan in few words: what it takes, whether it fits under each policy, and how wrong such forecasts were."""
     if plan is None:
         return f'<div class="problem" role="alert"><b>Cannot be planned:</b> {markup.safe(problem)}</div>'
-    rows = {"card": f"{plan.gpu.name}, tp {plan.settings.tp}, rules of SGLang {plan.release.version}"}
+    rows = {
+        "in short": plan.summary,
+        "card": f"{plan.gpu.name}, tp {plan.settings.tp}, rules of SGLang {plan.release.version}",
+    }
     if plan.forecast is None:
         rows["prefill graph"] = "none"
     else:

@@ -24,9 +24,11 @@ from toolkit.settings import CaptureSettings
 from toolkit.widgets.choice import Choice, DeviceOption, Preview, controls_for, preview
 from toolkit.widgets.devices import device_options
 
-CPU_CEILING = 512
+CPU_CEILING = 256
 """The ladder the Lab begins with where there is no GPU: the larger buckets take most of the time there."""
 FIRST_BUCKET_NOTE = "the first bucket also pays for what happens only once, such as compilation and loading kernels"
+REFUSED = "refused"
+"""How a message begins that says why a capture did not take place."""
 CHOICES = tuple(field.name for field in fields(Choice))
 
 
@@ -93,6 +95,7 @@ class LabState(HasTraits):
         self._queue = CaptureQueue(self, executor=executor)
         self._started = 0.0
         self._following = True
+        self._shown_before: RunRecord | None = None
         self._ended: RunRecord | PrefillLabError | None = None
         self.device = self.devices[0].value
         self.pick(**settings)
@@ -265,6 +268,7 @@ class LabState(HasTraits):
     def started(self, job: CaptureJob, waiting: int) -> None:
         """A capture begins: follow it."""
         with self.lock:
+            self._shown_before = self.record
             self._started, self._following = time.monotonic(), True
             self.activity = Activity(running=True, waiting=waiting, stage="starting the child process")
             self._show_record(job.so_far())
@@ -284,10 +288,11 @@ class LabState(HasTraits):
         """The capture has ended: save its record and show it."""
         with self.lock:
             self._ended = record or problem
-            self.message = self._save(record) if record is not None else f"refused: {problem}"
+            self.message = self._save(record) if record is not None else f"{REFUSED}: {problem}"
             self.activity = Activity(running=waiting > 0, waiting=waiting)
             if self._following:
-                self._show_record(record)
+                # A refusal leaves no record: what was shown before comes back.
+                self._show_record(record if record is not None else self._shown_before)
 
     def _save(self, record: RunRecord) -> str:
         self.runs = (record, *self.runs)
