@@ -157,10 +157,10 @@ def _on_gpu(traces: CaptureTraces, ladder: tuple[int, ...], gpu: GpuSpec, notes:
     driver, workspace, taken = ZERO, _workspace(gpu), []
     for one, other in runs:
         before, driver = driver, driver + _driver(traces.at(one.num_tokens).segments)
-        # A bucket's graphs are instantiated after its warm-up, where the peak may lie: at most all of them count.
-        peak = _range(one.peak, other.peak) + workspace
-        peak = Range(peak.mid + driver.mid, peak.low + before.low, peak.high + driver.high)
-        taken.append((_range(one.reserved, other.reserved) + driver + workspace, peak))
+        gone = _range(one.reserved, other.reserved) + driver + workspace
+        # The peak may lie in the warm-up, before this bucket's graphs, or among them: at least what is gone after it.
+        peak = _range(one.peak, other.peak) + workspace + Range(driver.mid, before.low, driver.high)
+        taken.append((gone, Range(max(peak.mid, gone.mid), max(peak.low, gone.low), max(peak.high, gone.high))))
     last = runs[-1]
     retained = _range(*(step.in_use for step in last))
     terms = (

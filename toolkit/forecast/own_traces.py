@@ -6,12 +6,13 @@ the trace itself shows that they are. Sizes are bytes. Nothing here needs weight
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import InvalidInput, PrefillLabError, one_line
 from toolkit.memory.allocator import CachingAllocator
 from toolkit.memory.capture_trace import CaptureTrace, RecordingAllocator, Repeat
 from toolkit.settings import MAX_BUCKET_TOKENS, Backend, CaptureSettings
@@ -26,6 +27,10 @@ LOW, HIGH = 4, 16384
 """Tokens between which buckets are interpolated: the ladders servers choose. Others are traced one by one."""
 _TRACED_PERIODS = 5
 """The first may be special and two are compared; what all layers share may end in the last, from its start on."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The engine knows one forward at a time, and widgets ask from threads of their own."""
 
 
 class CaptureTraces:
@@ -92,7 +97,7 @@ class CaptureTraces:
         return PrefillCudaGraphRunner(runner, backend, EagerRunner(runner))
 
     def _record(self, num_tokens: int) -> CaptureTrace:
-        with _shortened(self._body, self._depth.traced):
+        with _ONE_AT_A_TIME, _shortened(self._body, self._depth.traced), _refusing(self.model):
             trace = self._allocator.record(
                 lambda: self._graphs.capture((num_tokens,), lambda event: None, lambda: False)
             )
@@ -112,32 +117,22 @@ class CaptureTraces:
             return []
         if self._dtype is not torch.bfloat16:
             return model_geometry(self.model.config)
-        with _shortened(self._body, self._depth.traced):
+        with _ONE_AT_A_TIME, _shortened(self._body, self._depth.traced), _refusing(self.model):
             geometry = probe_geometry(self._body)
         while len(geometry) < self._depth.layers:
             geometry.append(geometry[-self._depth.period])
         return geometry
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What the traces of a model depend on, comparable; the config travels beside its text."""
-
-    config: str
-    model_type: str
-    settings: str
-
-
-_MADE: dict[_Key, CaptureTraces] = {}
+_MADE: dict[tuple[object, ...], CaptureTraces] = {}
 _KEPT = 16
 
 
 def capture_traces(config: Any, settings: CaptureSettings) -> CaptureTraces:
-    """The traces of a Transformers config, made once; of the settings dtype, backend and `full`'s window count."""
-    full = settings.resolved_backend is Backend.FULL
-    names = ("dtype", "backend", "compiler", *(("request_slots", "max_context") if full else ()))
-    chosen = json.dumps({name: str(getattr(settings, name)) for name in names})
-    key = _Key(config.to_json_string(), type(config).__name__, chosen)
+    """The traces of a Transformers config, made once. Of the settings those count that change what is allocated."""
+    backend = settings.resolved_backend
+    window = (settings.request_slots, settings.max_context) if backend is Backend.FULL else ()
+    key = (type(config), config.to_json_string(), backend, settings.compiler, settings.dtype, *window)
     if key not in _MADE:
         while len(_MADE) >= _KEPT:
             del _MADE[next(iter(_MADE))]
@@ -202,6 +197,21 @@ def _shortened(body: Any, count: int) -> Iterator[None]:
         yield
     finally:
         body.layers = layers
+
+
+@contextmanager
+def _refusing(model: Any) -> Iterator[None]:
+    """What goes wrong in a model's own code becomes one line."""
+    try:
+        yield
+    except PrefillLabError:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"{type(model).__name__} cannot be traced without weights ({one_line(str(error))[:200]})",
+            "models that read no result on the host, which no graph can capture either",
+            "capture it to see what the engine says",
+        ) from error
 
 
 def _fold(trace: CaptureTrace, depth: _Depth) -> CaptureTrace | None:

@@ -48,7 +48,7 @@ class MetaDevice(CpuDevice):
         """As on the CPU device; a recording allocator is told where layers attend."""
         if func in ATTENTION_OPS and isinstance(self.allocator, RecordingAllocator):
             self.allocator.mark_layer()
-        return super().run_watched(func, args, kwargs)
+        return super().run_watched(_META_KERNELS.get(func, func), args, kwargs)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Garbage stays where it is: collecting it takes longer than the capture, and it is no part of a trace."""
@@ -58,6 +58,15 @@ class MetaDevice(CpuDevice):
         """Zero: a pass without data says nothing about time."""
         function()
         return 0.0
+
+
+def _grouped_mm(first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Products of experts in any dtype: torch's meta kernel takes bf16 alone, the CPU and CUDA ones do not."""
+    product: torch.Tensor = torch.ops.aten._grouped_mm.default(first.bfloat16(), second.bfloat16(), *args, **kwargs)
+    return product.to(first.dtype)
+
+
+_META_KERNELS: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _BlankTape(Tape):
