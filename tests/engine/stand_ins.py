@@ -45,7 +45,9 @@ def until_cancelled(
     settings: CaptureSettings, emit: Emit, cancelled: Callable[[], bool], *, run_id: str, created: str
 ) -> RunRecord:
     announce(emit)
+    done = []
     while not cancelled():
-        bucket(emit, 0)
+        done = [bucket(emit, 0)]
         time.sleep(0.02)
-    return record(settings, run_id, created, outcome="cancelled", runner=None, reason="between two buckets")
+    ended = {"outcome": "cancelled", "runner": None, "reason": "between two buckets", "buckets": done}
+    return record(settings, run_id, created, **ended)
