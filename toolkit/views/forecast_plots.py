@@ -25,7 +25,7 @@ BAND_PERCENT = 15
 """How far from the measured figure a forecast of field data aims to stay, in percent."""
 _EQUAL_MIB = 1e-6
 """Below this two figures are the same number of bytes, written down twice."""
-_LABEL_CHARACTERS = 46
+_LABEL_CHARACTERS, _SHORT_NAME = 46, 32
 _LOOKS = (
     (sheet.BLUE, "o", "-"),
     (sheet.VERMILLION, "s", "--"),
@@ -102,7 +102,7 @@ def field_errors(calibration: Calibration) -> pd.DataFrame:
     columns = ["model", "backend", "n_buckets", "tp", "measured_gib", "forecast_gib", "error_pct"]
     columns += ["loo_forecast_gib", "loo_error_pct"]
     rows = [[getattr(row, name) for name in columns] for row in _worst_first(calibration.rows)]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=[name.replace("_pct", "_percent") for name in columns])
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def _draw_difference(axes: Axes, values: Sequence[float]) -> None:
 
 def _draw_scatter(axes: Axes, rows: Sequence[FieldRow]) -> None:
     everything = [value for row in rows for value in (row.measured_gib, row.loo_forecast_gib)]
-    ends = [0.85 * min(everything), 1.1 * max(everything)]
+    ends = (0.85 * min(everything), 1.1 * max(everything))
     share = BAND_PERCENT / 100
     bounds = [(1 - share) * end for end in ends], [(1 + share) * end for end in ends]
     label = f"within {BAND_PERCENT} % of the measured figure"
@@ -316,16 +316,16 @@ def _draw_way(axes: Axes, name: str, mib: Sequence[float], number: int) -> None:
         markersize=7,
         linestyle=style,
         linewidth=2,
-        label=textwrap.fill(_way_words(name, mib), _LABEL_CHARACTERS),
+        label=_way_words(textwrap.fill(name, _LABEL_CHARACTERS), mib, "\n" if len(name) > _SHORT_NAME else " "),
     )
 
 
 # --- words and numbers ------------------------------------------------------------------------------------
 
 
-def _way_words(name: str, mib: Sequence[float]) -> str:
+def _way_words(name: str, mib: Sequence[float], gap: str = " ") -> str:
     last = mib[-1] if mib else float("nan")
-    return f"{name}: {f'{last:,.0f} MiB' if last == last else NA}"
+    return f"{name}:{gap}{f'{last:,.0f} MiB' if last == last else NA}"
 
 
 def _source(measured: RunRecord | pd.DataFrame, source: str | None) -> str:
