@@ -117,6 +117,15 @@ def test_displaying_gives_widgets_and_text(runs_dir: Path) -> None:
     assert "application/vnd.jupyter.widget-view+json" in bundle
 
 
+def test_a_run_beside_its_forecast_needs_a_finished_run_of_a_known_model() -> None:
+    from toolkit.widgets.forecast_panel import run_against_forecast
+
+    assert "No finished run" in run_against_forecast(None)
+    assert "No finished run" in run_against_forecast(running(made_up_record()))
+    unknown = run_against_forecast(made_up_record(settings={"model": "<nobody>"}))
+    assert 'class="problem"' in unknown and "<nobody>" not in unknown
+
+
 # --- the forecast beside it ---------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ OWNERS = {
 # cannot be encoded. None of them belongs in a table, a figure or a page.
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNITS = {"gib": "GiB", "mib": "MiB", "s": "s", "ms": "ms", "percent": "%"}
 _LONGEST_NAME = 80
 # From a few MiB on a laptop to many GiB on a server: each with its unit, or a small one would read as nothing.
 _WITH_UNIT = frozenset({"memory_used_gib", "peak_gib"})
@@ -295,7 +296,10 @@ def seconds_words(value: float | None) -> str:
 
 def heading(column: str) -> str:
     """A column's name in words, with its unit."""
-    return HEADINGS.get(column, column.replace("_", " "))
+    name, _, unit = column.rpartition("_")
+    if column in HEADINGS or unit not in _UNITS or not name:
+        return HEADINGS.get(column, column.replace("_", " "))
+    return f"{name.replace('_', ' ')} ({_UNITS[unit]})"
 
 
 def _fixed(value: float, decimals: int) -> str:

@@ -14,9 +14,8 @@ from toolkit.forecast.plan import Plan
 from toolkit.forecast.plan_ledger import owners
 from toolkit.forecast.terms import BucketForecast, Range
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
-from toolkit.runs.record import RunRecord
 from toolkit.views import sheet
-from toolkit.views.frames import backend_name, device_name, memory_words, model_name
+from toolkit.views.frames import memory_words
 from toolkit.views.plots import GATE_LABEL, draw_owners
 
 if TYPE_CHECKING:
@@ -56,14 +55,13 @@ def plot_plan_ledger(plan: Plan) -> Figure:
     return figure
 
 
-def plot_plan_memory(plan: Plan, field: pd.DataFrame | None = None, measured: RunRecord | None = None) -> Figure:
+def plot_plan_memory(plan: Plan, field: pd.DataFrame | None = None) -> Figure:
     """Memory against bucket: added, cumulative with its range, peak; below it what would be free, with the old gate.
 
     Args:
         plan: what to draw.
         field: captures that others measured, as `data/field/captures.csv` has them (`id`, `catalogue_id`, `gpu`,
             `backend`, `n_buckets`, `mem_usage_gib`, `source_url`); those of the same model become points.
-        measured: a run of the same model here, whose cumulative MiB are laid over the forecast, bucket by bucket.
     """
     title = "Forecast of memory against bucket size"
     subtitle = plan_provenance(plan)
@@ -78,8 +76,6 @@ def plot_plan_memory(plan: Plan, field: pd.DataFrame | None = None, measured: Ru
         _draw_total(top, plan.forecast.total)
         points = _field_points(plan, field)
         _draw_points(top, points)
-        if measured is not None and model_name(measured) == plan.model.id:
-            _draw_measured(top, measured, ladder)
         _draw_free(bottom, plan, buckets)
         sheet.finish_buckets(figure, (top, bottom), ladder, _oom_bucket(plan))
     sheet.describe(figure, f"{title}, {subtitle}. {_in_words(plan, points)}")
@@ -128,25 +124,6 @@ def _draw_points(axes: Axes, points: Sequence[tuple[str, float]]) -> None:
         )
     if points:
         axes.set_ylim(top=max(axes.get_ylim()[1], 1.1 * 1024 * max(gib for _, gib in points)))
-
-
-def _draw_measured(axes: Axes, record: RunRecord, ladder: Sequence[int]) -> None:
-    """What a run here took, at the buckets that both have."""
-    took = {bucket.num_tokens: bucket.cumulative_mib for bucket in record.buckets}
-    known = [(at, took[tokens]) for at, tokens in enumerate(ladder) if took.get(tokens) is not None]
-    if not known:
-        return
-    axes.plot(
-        [at for at, _ in known],
-        sheet.numbers([mib for _, mib in known]),
-        color=sheet.PURPLE,
-        marker="D",
-        markersize=sheet.marker_size(len(ladder)),
-        linestyle="-.",
-        label=textwrap.fill(
-            f"measured on {device_name(record)}, {backend_name(record)}: cumulative", _LABEL_CHARACTERS
-        ),
-    )
 
 
 def _draw_free(axes: Axes, plan: Plan, buckets: Sequence[BucketForecast]) -> None:

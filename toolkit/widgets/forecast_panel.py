@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as w
 
+from toolkit.errors import PrefillLabError
 from toolkit.memory.rank_local import MAX_TP
+from toolkit.runs.record import RunRecord
 from toolkit.views import frames, markup
 from toolkit.widgets.binding import bind
 from toolkit.widgets.forecast_state import ForecastState
@@ -37,9 +39,20 @@ class ForecastPanel:
             description="show the forecast (no such card is needed)", indent=False, layout=w.Layout(width="99%")
         )
         self.shown.add_class("plab-forecast-show")
-        self._inside = w.VBox([w.HBox([gpu, ranks], layout=w.Layout(flex_flow="row wrap")), self.words, self.figure])
+        self.foretold = _html("plab-foretold")
+        self._foretell = w.Button(
+            description="Forecast the run shown",
+            icon="balance-scale",
+            tooltip="The forecast of the toolkit's own engine, bucket by bucket, beside what the run took",
+            layout=w.Layout(width="auto"),
+        )
+        self._foretell.add_class("plab-foretell")
+        choice = w.HBox([gpu, ranks], layout=w.Layout(flex_flow="row wrap"))
+        self._inside = w.VBox([choice, self.words, self.figure, self._foretell, self.foretold])
         self._inside.layout = w.Layout(display="none", width="99%")
         self._words_painter, self._figure_painter = Painter(self._show_words), Painter(self._draw)
+        self._run_painter = Painter(self._compare)
+        self._foretell.on_click(lambda _: self._run_painter.ask(now=True))
         self.shown.observe(self._toggle, "value")
         state.follow(self._wake)
         self.box = w.VBox([w.HTML("<h3>Forecast</h3>"), self.shown, self._inside], layout=w.Layout(width="99%"))
@@ -61,17 +74,40 @@ class ForecastPanel:
         return False
 
     def _draw(self) -> bool:
-        plan, record = self._state.plan, self._state.lab.record
+        plan = self._state.plan
         if plan is None or plan.forecast is None:
             self.figure.value = ""
             return False
         from toolkit.forecast.field import field_captures
         from toolkit.views.plan_plots import plot_plan_memory
 
-        measured = None if record is None or record.is_running else record
-        figure = plot_plan_memory(plan, field_captures(), measured)
+        figure = plot_plan_memory(plan, field_captures())
         self.figure.value = f'<div class="figures">{figure_html(figure, {})}</div>'
         return False
+
+    def _compare(self) -> bool:
+        self.foretold.value = '<p class="source">Tracing the model, which takes some seconds the first time.</p>'
+        self.foretold.value = run_against_forecast(self._state.lab.record)
+        return False
+
+
+def run_against_forecast(record: RunRecord | None) -> str:
+    """A run beside its forecast: what differs, bucket by bucket, as a figure and a table."""
+    from toolkit.runs.foretell import foretell
+    from toolkit.views.forecast_plots import comparison_words, forecast_against_run, plot_forecast_against_run
+
+    if record is None or record.is_running:
+        return '<p class="source">No finished run is shown.</p>'
+    try:
+        forecast = foretell(record)
+    except PrefillLabError as error:
+        return f'<div class="problem" role="alert">{markup.safe(error)}</div>'
+    table = forecast_against_run(forecast, record)
+    figure = figure_html(plot_forecast_against_run(forecast, record), {})
+    return (
+        f"<p><b>{markup.safe(comparison_words(table))}</b></p>"
+        f'<div class="figures">{figure}</div>{markup.table(frames.display_table(table), "Forecast and measurement")}'
+    )
 
 
 def plan_words(plan: Plan | None, problem: str) -> str:

@@ -39,8 +39,8 @@ class ForecastState(HasTraits):
                 setattr(self, name, value)
 
     def follow(self, wake: Any) -> None:
-        """Call `wake()` whenever something changes that the plan depends on, or the run that it is compared with."""
-        self.lab.observe(lambda _: wake(), [*CHOICES, "record"])
+        """Call `wake()` whenever something changes that the plan depends on."""
+        self.lab.observe(lambda _: wake(), [*CHOICES])
         self.observe(lambda _: wake(), ["gpu", "tp"])
 
     @property

@@ -1,0 +1,39 @@
+"""What the forecast of the toolkit's own engine would have said of a run: same model, ladder, backend and device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.errors import InvalidInput
+from toolkit.runs.record import RunRecord
+
+if TYPE_CHECKING:
+    from toolkit.forecast.terms import Forecast
+
+
+def foretell(record: RunRecord) -> Forecast:
+    """The forecast of the ladder that a run was to capture; imports torch and Transformers, needs no GPU.
+
+    Raises InvalidInput when the record does not say what was captured, names a model that is not here or a card
+    that is not in the catalogue.
+    """
+    from toolkit.forecast.own_engine import forecast_transformers
+    from toolkit.hardware import resolve_gpu
+    from toolkit.settings import CaptureSettings
+
+    known = {name: value for name, value in record.settings.items() if name in CaptureSettings.model_fields}
+    settings = CaptureSettings.create(**known)
+    if not record.capture_order:
+        raise InvalidInput("the run captured nothing and planned no bucket", "a run with buckets")
+    on_cpu = record.device.get("kind") == "cpu"
+    return forecast_transformers(
+        settings.model,
+        record.capture_order,
+        backend=settings.resolved_backend,
+        compiler=settings.compiler,
+        dtype=settings.dtype,
+        request_slots=settings.request_slots,
+        max_context=settings.max_context,
+        kv_cache_tokens=record.kv_cache_tokens,
+        gpu=None if on_cpu else resolve_gpu(str(record.device.get("name"))),
+    )
