@@ -121,6 +121,13 @@ def test_a_frame_needs_its_source_in_words() -> None:
     assert "negative: forecast too low" in _legend(plot_forecast_against_run(forecast, taken))
 
 
+def test_a_measurement_far_above_the_forecast_is_inside_the_axes() -> None:
+    taken = pd.DataFrame({"num_tokens": [64, 8], "added_mib": [400.0, None], "cumulative_mib": [400.0, None]})
+    figure = plot_forecast_against_run(_forecast({64: Range.exact(3.0), 8: Range.exact(4.0)}), taken, "a public log")
+    assert figure.axes[0].get_ylim()[1] > 400
+    assert "n/a" in [text.get_text().strip() for text in figure.axes[0].texts]
+
+
 def test_nothing_on_either_side_is_said_in_words() -> None:
     figure = plot_forecast_against_run(_forecast({}), skipped_record())
     assert "Neither side has a bucket" in alt_text(figure) and "old gate skipped" in alt_text(figure)

@@ -233,7 +233,9 @@ def _draw_measured(axes: Axes, values: Sequence[float]) -> None:
         label="measured: cumulative (MiB)",
     )
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min([bottom, *(1.15 * value for value in measured if value < 0)]), max(top, 1.15 * max(measured)))
+    axes.set_ylim(
+        min([bottom, *(1.15 * value for value in measured if value < 0)]), max(top, 1.15 * sheet.highest(measured))
+    )
     for position, value in enumerate(measured):
         if value != value and len(measured) <= 24:
             axes.text(position, 0, f" {NA}", rotation=90, ha="center", va="bottom", fontsize=sheet.SMALL_PT)
