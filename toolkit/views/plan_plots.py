@@ -61,7 +61,7 @@ def plot_plan_memory(plan: Plan, field: pd.DataFrame | None = None) -> Figure:
     Args:
         plan: what to draw.
         field: captures that others measured, as `data/field/captures.csv` has them (`id`, `catalogue_id`, `gpu`,
-            `backend`, `n_buckets`, `mem_usage_gib`, `source_url`); those of the same model become points.
+            `backend`, `n_buckets`, `mem_usage_gib`, `source_url`); those of the same model and backend become points.
     """
     title = "Forecast of memory against bucket size"
     subtitle = plan_provenance(plan)
@@ -151,10 +151,11 @@ def _draw_free(axes: Axes, plan: Plan, buckets: Sequence[BucketForecast]) -> Non
 
 
 def _field_points(plan: Plan, field: pd.DataFrame | None) -> list[tuple[str, float]]:
-    """(what was measured where, GiB), of captures of the same model; at most `MAX_POINTS`."""
+    """(what was measured where, GiB), of captures of the same model and backend; at most `MAX_POINTS`."""
     if field is None:
         return []
-    rows = field[(field["catalogue_id"] == plan.model.id) & field["mem_usage_gib"].notna()]
+    same = (field["catalogue_id"] == plan.model.id) & (field["backend"] == plan.backend.value)
+    rows = field[same & field["mem_usage_gib"].notna()]
     points = []
     for row in rows.head(MAX_POINTS).to_dict("records"):
         ladder = f"{int(row['n_buckets'])} buckets" if row.get("n_buckets") == row.get("n_buckets") else "ladder n/a"
