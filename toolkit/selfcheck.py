@@ -18,9 +18,10 @@ from typing import Any
 
 from toolkit.errors import StorageError
 from toolkit.resources import write_whole
+from toolkit.runs.environment import child_environment
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore
-from toolkit.runs.worker import child_environment, run_capture
+from toolkit.runs.worker import run_capture
 from toolkit.settings import CaptureSettings
 
 CONTRACT_TIMEOUT_S = 120

@@ -51,3 +51,12 @@ def until_cancelled(
         time.sleep(0.02)
     ended = {"outcome": "cancelled", "runner": None, "reason": "between two buckets", "buckets": done}
     return record(settings, run_id, created, **ended)
+
+
+def nonsense(settings: CaptureSettings, emit: Emit, cancelled: Any, *, run_id: str, created: str) -> RunRecord:
+    """What no engine would say: events that are none, a figure that is no number, and then the end."""
+    announce(emit)
+    for event in ({"noevent": 1}, [1], {"event": "bucket", "num_tokens": "x"}):
+        emit(event)  # type: ignore[arg-type]
+    emit({"event": "facts", "free_before_gib": float("nan")})
+    raise SystemExit(3)

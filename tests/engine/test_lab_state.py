@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from toolkit.errors import InvalidInput, StorageError
+from toolkit.errors import CaptureError, InvalidInput, PrefillLabError, RecordError, StorageError
 from toolkit.widgets.state import LabState
 
 HERE = Path(__file__).resolve().parent
@@ -146,6 +147,82 @@ def test_a_listener_that_fails_does_not_stop_the_queue(lab: Make, caplog: pytest
         state.capture()
     assert state.wait(30) is not None
     assert "a listener of the capture queue failed" in caplog.text
+
+
+def test_a_capture_that_cannot_be_followed_gives_way_to_the_next(lab: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = lab("nonsense")
+    state.capture()
+    with pytest.raises(PrefillLabError, match="cannot be read"):
+        state.wait(30)
+    assert state.message.startswith("refused") and not state.activity.running
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(CaptureError, match="no thread"):
+            state.capture()
+    state.capture()
+    with pytest.raises(PrefillLabError, match="cannot be read"):
+        state.wait(30)
+
+
+def test_clear_while_one_ends_leaves_the_lab_idle(lab: Make) -> None:
+    state = lab()
+    real = state.ended
+
+    def ended_then_cleared(*given: Any) -> None:
+        real(*given)
+        state.clear()
+
+    state.ended = ended_then_cleared  # type: ignore[method-assign]
+    state.capture()
+    state.capture()
+    state.wait(30)
+    assert len(state.runs) == 1 and not state.activity.running and not state.activity.cancelling
+
+
+def test_any_run_can_be_shown_by_its_record_or_id(lab: Make) -> None:
+    state = lab()
+    other = lab()
+    other.capture()
+    record = other.wait(30)
+    assert record is not None and state.runs == ()
+    state.show(record.id)
+    assert state.record == record and state.runs == (record,)
+    state.show(None)
+    state.show(record)
+    assert state.record == record
+    with pytest.raises(RecordError):
+        state.show("20200101-000000-abcdef")
+
+
+def test_what_ends_while_the_folder_is_read_stays_in_the_list(lab: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, ended = lab(), []
+    scan = state.store.scan
+
+    def scan_then_end() -> Any:
+        found = scan()
+        state.capture()
+        ended.append(state.wait(30))
+        return found
+
+    monkeypatch.setattr(state.store, "scan", scan_then_end)
+    state.find_runs()
+    assert state.runs == (ended[0],)
+
+
+def test_a_closed_lab_is_freed_with_its_widgets(runs_dir: Path) -> None:
+    from toolkit.widgets.lab import Lab
+
+    made = Lab(device="cpu")
+    assert made.view is made.view
+    state = weakref.ref(made.state)
+    made.close()
+    del made
+    gc.collect()
+    assert state() is None
 
 
 def test_an_older_run_stays_in_sight_while_another_one_runs(lab: Make) -> None:

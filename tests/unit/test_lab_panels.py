@@ -12,6 +12,7 @@ from synthetic_records import made_up_record
 from toolkit.errors import InvalidInput
 from toolkit.runs.record import RunRecord
 from toolkit.widgets import panels
+from toolkit.widgets.choice import DeviceOption
 from toolkit.widgets.forecast_state import ForecastState
 from toolkit.widgets.lab import Lab
 from toolkit.widgets.state import Activity, LabState, after_event
@@ -107,6 +108,24 @@ def test_a_setting_that_cannot_be_used_changes_nothing(runs_dir: Path) -> None:
         with pytest.raises(InvalidInput):
             lab.pick(**settings)
         assert lab.state.choice == before and lab.state.others == {}, settings
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 3}, {"chunked_prefill_size": 3}])
+def test_a_ceiling_below_the_smallest_bucket_is_said_in_words(settings: dict[str, Any], runs_dir: Path) -> None:
+    lab = Lab(device="cpu", **settings)
+    assert lab.preview.settings is None and "4 tokens" in lab.preview.problem
+
+
+def test_numbers_may_come_in_any_form_the_settings_take(runs_dir: Path) -> None:
+    lab = Lab(device="cpu", device_memory_gib="8", buckets=(tokens for tokens in (8, 16)), mem_fraction="0.7")
+    assert lab.state.settings.buckets == (8, 16) and lab.state.settings.mem_fraction == 0.7
+
+
+def test_cuda_means_the_first_gpu(runs_dir: Path) -> None:
+    lab = LabState(device="cpu")
+    lab.devices = (DeviceOption("cuda:0", "GPU 0", 81559.0), *lab.devices)
+    lab.pick(device="cuda")
+    assert lab.device == "cuda:0"
 
 
 def test_displaying_gives_widgets_and_text(runs_dir: Path) -> None:

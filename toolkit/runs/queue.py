@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from toolkit.errors import PrefillLabError
+from toolkit.errors import CaptureError, PrefillLabError, one_line
 from toolkit.runs.child import Event
 from toolkit.runs.record import RunRecord
 from toolkit.runs.worker import EXECUTOR, CaptureJob, check_names
@@ -36,6 +36,9 @@ class QueueListener(Protocol):
 
     def ended(self, job: CaptureJob, record: RunRecord | None, problem: PrefillLabError | None, waiting: int) -> None:
         """A capture has ended: with a record, or with the problem for which there is none."""
+
+    def idle(self) -> None:
+        """Nothing runs or waits any more."""
 
 
 class CaptureQueue:
@@ -75,8 +78,7 @@ class CaptureQueue:
             before = len(self._waiting) + (self._job is not None)
             self._waiting.append(settings)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="capture-queue", daemon=True)
-                self._thread.start()
+                self._start()
         return before
 
     def cancel(self, grace_s: float = 5.0) -> None:
@@ -103,17 +105,30 @@ class CaptureQueue:
         self.cancel(grace_s=0)
         self.wait(STUCK_S)
 
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="capture-queue", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._waiting.pop()
+            raise CaptureError(f"no thread could be started for the capture ({error})") from None
+        self._thread = thread  # the thread waits for the lock until this is set
+
     def _work(self) -> None:
         while True:
             with self._lock:
+                job = CaptureJob(self._waiting.popleft(), executor=self._executor) if self._waiting else None
+                self._job = job
+            if job is not None:
+                self._run(job)
+                continue
+            # Without the lock: a listener has one of its own, which whoever submits may hold.
+            self._tell(self._listener.idle)
+            with self._lock:
                 if not self._waiting:
-                    self._job = self._thread = None
+                    self._thread = None
                     self._lock.notify_all()
                     return
-                self._job = job = CaptureJob(self._waiting.popleft(), executor=self._executor)
-            self._run(job)
-            with self._lock:
-                self._cancel_grace_s = None  # it was for the one that has ended
 
     def _run(self, job: CaptureJob) -> None:
         record: RunRecord | None = None
@@ -122,6 +137,13 @@ class CaptureQueue:
             record = self._follow(job)
         except PrefillLabError as error:
             problem = error
+        except Exception as error:  # no thread to be had, a record that is none: the next one gets its turn
+            _LOG.exception("a capture of the queue failed")
+            problem = CaptureError(
+                f"the capture could not be followed ({one_line(f'{type(error).__name__}: {error}')})"
+            )
+        with self._lock:
+            self._cancel_grace_s = None  # it was for this one
         self._tell(lambda: self._listener.ended(job, record, problem, self.waiting))
 
     def _follow(self, job: CaptureJob) -> RunRecord:

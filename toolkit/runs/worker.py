@@ -11,20 +11,19 @@ import json
 import os
 import queue
 import signal
-import site
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from toolkit import errors
 from toolkit.errors import CaptureError, InvalidInput
 from toolkit.runs.child import CANCEL_LINE, LAST_EVENTS, Event, Seen
+from toolkit.runs.environment import child_environment
 from toolkit.runs.provenance import scrub_record, software_versions
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import new_run_id
@@ -108,9 +107,12 @@ class CaptureJob:
             threading.Thread(target=self._read_events, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
         ]
-        for thread in readers:
-            thread.start()
-        threading.Thread(target=self._supervise, args=(readers,), daemon=True).start()
+        try:
+            for thread in (*readers, threading.Thread(target=self._supervise, args=(readers,), daemon=True)):
+                thread.start()
+        except RuntimeError as error:  # no thread is to be had: nobody would follow the child
+            self._signal(signal.SIGKILL)
+            raise CaptureError(f"the capture cannot be followed ({error})") from None
         return self
 
     def events(self) -> Iterator[Event]:
@@ -192,13 +194,15 @@ class CaptureJob:
             for line in stream:
                 try:
                     event = json.loads(line)
-                except ValueError:
-                    self._stderr.extend(line)  # The half line of a child that died while it wrote it.
+                    is_last = event["event"] in LAST_EVENTS
+                    if not is_last:
+                        self._seen.take(event)
+                except (ValueError, TypeError, KeyError):
+                    self._stderr.extend(line)  # The half line of a child that died while it wrote it, or no event.
                     continue
-                if event["event"] in LAST_EVENTS:
+                if is_last:
                     self._last = event
                 else:
-                    self._seen.take(event)
                     self._events.put(event)
 
     def _read_stderr(self, stream: IO[bytes]) -> None:
@@ -220,8 +224,9 @@ class CaptureJob:
             thread.join(_DRAIN_S)
         try:
             self._conclude(code)
-        except Exception as error:
-            self._refusal = error  # A record that cannot be built must not leave `wait` waiting for ever.
+        except Exception as error:  # A record that cannot be built must not leave `wait` waiting for ever.
+            why = errors.one_line(f"{type(error).__name__}: {error}")
+            self._refusal = CaptureError(f"the child's report cannot be read ({why})")
         finally:
             self._ended.set()
             self._events.put(None)
@@ -357,21 +362,6 @@ _KILLED = (
     "SIGKILL comes from outside, most often from the kernel's out-of-memory killer (see dmesg); "
     "try a smaller --max-tokens or a smaller --mem-fraction"
 )
-
-
-def child_environment() -> dict[str, str]:
-    """The parent's environment, plus the folder this package was imported from, so that any cwd works."""
-    root = str(Path(__file__).resolve().parents[2])
-    # Waiting threads give up spinning early: twice as fast beside a busy neighbour, no slower on idle cores
-    # (measured: 0.69 against 1.68 s with two busy loops on two cores, 0.47 and 0.47 s without; GNU OpenMP).
-    # The driver's own numbers for GPUs (nvidia-smi's): CUDA alone would sort by speed.
-    defaults = {"GOMP_SPINCOUNT": "3000", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    environment = {**defaults, **os.environ, "PYTHONUTF8": "1"}
-    # Never a site folder: on PYTHONPATH it would come before the standard library.
-    site_folders = [*site.getsitepackages(), site.getusersitepackages()]
-    if root not in map(os.path.realpath, site_folders):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return environment
 
 
 def _expected_device(settings: CaptureSettings) -> str:

@@ -58,10 +58,18 @@ def sheet_style() -> Iterator[None]:
 
     One thread at a time: the style is global to Matplotlib, and two that overlap would each restore the other's.
     """
+    import matplotlib as mpl
     import matplotlib.style
 
-    with _STYLE_LOCK, matplotlib.style.context(["default", _STYLE]):
-        yield
+    with _STYLE_LOCK:
+        before = mpl.rcParams.copy()
+        matplotlib.style.use(["default", _STYLE])
+        ours = mpl.rcParams.copy()
+        try:
+            yield
+        finally:
+            # Only what is still ours: a person's cell may have set something meanwhile, on another thread.
+            mpl.rcParams.update({key: before[key] for key in before if mpl.rcParams[key] == ours[key] != before[key]})
 
 
 def new_sheet(

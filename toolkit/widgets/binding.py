@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
+
+from traitlets import TraitError
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -32,7 +34,8 @@ def bind(state: Bindable, name: str, widget: ipywidgets.Widget, write: Callable[
     def to_widget(value: Any) -> None:
         if isinstance(value, float) and hasattr(widget, "min"):
             widget.min, widget.max = min(widget.min, value), max(widget.max, value)
-        widget.value = value
+        with suppress(TraitError):  # what a control cannot show is told in words elsewhere
+            widget.value = value
 
     def to_state(change: dict[str, Any]) -> None:
         if not _same(change["new"], getattr(state, name)):
@@ -46,7 +49,7 @@ def bind(state: Bindable, name: str, widget: ipywidgets.Widget, write: Callable[
 def _same(one: Any, other: Any) -> bool:
     """A slider sends back the value it was given, cut to its step: that is not a person's choice."""
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, abs_tol=5e-4)
+        return math.isclose(one, other, abs_tol=5e-4) or (one != one and other != other)
     return bool(one == other)
 
 
@@ -79,3 +82,13 @@ def follow_subshell(widget: ipywidgets.Widget) -> None:
         widget.comm._reply_subshell_for = None
     for child in getattr(widget, "children", ()):
         follow_subshell(child)
+
+
+def close_all(widget: ipywidgets.Widget) -> None:
+    """Close a widget and every widget inside it: ipywidgets keeps each one alive until then."""
+    for child in getattr(widget, "children", ()):
+        close_all(child)
+    for part in ("layout", "style"):
+        if widget.has_trait(part):
+            getattr(widget, part).close()
+    widget.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.catalogue import ModelSource, resolve_model
-from toolkit.errors import PrefillLabError
+from toolkit.errors import InvalidInput, PrefillLabError
 from toolkit.ladder import parse_buckets
 from toolkit.memory.ledger import Sizes, reserve_mib, resolve_sizes
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
@@ -78,11 +78,14 @@ def controls_for(settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises InvalidInput for settings that do not exist, cannot be used, or exclude each other.
     """
-    check_names(CaptureSettings.create(**settings))
+    # As they come out of the check: a number given as text, or buckets that can be read only once, are values there.
+    checked = CaptureSettings.create(**settings)
+    check_names(checked)
+    values = {name: getattr(checked, name) for name in settings}
     controls: dict[str, Any] = {}
     # None is "not given"; it must not undo what another setting of the same control says.
-    for name in sorted(settings, key=lambda name: settings[name] is not None):
-        controls.update(_CONTROLS[name](settings[name]) if name in _CONTROLS else {name: settings[name]})
+    for name in sorted(values, key=lambda name: values[name] is not None):
+        controls.update(_CONTROLS[name](values[name]) if name in _CONTROLS else {name: values[name]})
     return controls
 
 
@@ -142,6 +145,8 @@ def preview(choice: Choice, total_mib: float | None, **others: Any) -> Preview:
     mla = _is_mla(source)
     try:
         sizes = resolve_sizes(settings, total_mib, mla=bool(mla)) if total_mib else None
+        if sizes is not None and not sizes.buckets:
+            raise InvalidInput("the ladder is empty", "the smallest bucket has 4 tokens, so a ceiling is 4 or more")
     except PrefillLabError as error:
         return Preview(None, problem=str(error), backend=_backend_words(settings))
     free_gib, free_words = _free_before(settings, source, sizes, total_mib)

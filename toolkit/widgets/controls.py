@@ -152,7 +152,7 @@ def _graph(state: LabState) -> list[w.Widget]:
     )
     ceiling = w.BoundedIntText(
         description="ceiling (tokens)",
-        min=1,
+        min=4,
         max=MAX_BUCKET_TOKENS,
         step=64,
         style=_LABEL,

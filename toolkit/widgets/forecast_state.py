@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import traitlets
 from traitlets import HasTraits, Int, Unicode
 
-from toolkit.errors import PrefillLabError
+from toolkit.errors import PrefillLabError, one_line
 from toolkit.hardware import list_gpu_specs
 from toolkit.settings import Backend
 from toolkit.widgets.state import CHOICES, LabState
@@ -77,6 +77,9 @@ class ForecastState(HasTraits):
             plan = make_plan(PlanSettings.create(**settings))
         except PrefillLabError as error:
             self.plan, self.problem = None, str(error)
+            return None
+        except Exception as error:  # a config is somebody's file; an old plan must not stand for a new one
+            self.plan, self.problem = None, one_line(f"this cannot be planned ({type(error).__name__}: {error})")
             return None
         self.plan, self.problem = plan, ""
         return plan

@@ -64,9 +64,12 @@ class Lab:
         self.state.clear()
 
     def show(self, run: RunRecord | str | None, over: RunRecord | str | None = None) -> Lab:
-        """Show a run (a record or its id), and another one laid over it; None shows none."""
-        for one, other in ((run, False), (over, True)):
-            self.state.show(one.id if isinstance(one, RunRecord) else one, other=other)
+        """Show a run (a record or its id), and another one laid over it; None shows none.
+
+        Raises RecordError for an id that is not in the folder.
+        """
+        self.state.show(run)
+        self.state.show(over, other=True)
         return self
 
     def export(self, kind: str) -> Path:
@@ -77,8 +80,14 @@ class Lab:
         return self.state.export(kind)
 
     def close(self) -> None:
-        """End what runs, and forget what waits."""
+        """End what runs, forget what waits, and take the widgets away, with what they hold in memory."""
         self.state.close()
+        if "view" in self.__dict__:
+            from toolkit.widgets.binding import close_all
+
+            close_all(self.__dict__.pop("view"))
+        self.state.unobserve_all()
+        self.state.runs, self.state.record, self.state.other = (), None, None
 
     @property
     def preview(self) -> Preview:

@@ -101,7 +101,7 @@ def _runs_view(state: LabState) -> w.Widget:
 
     def picked(change: dict[str, Any]) -> None:
         if not quiet:
-            state.show(change["new"], other=change["owner"] is second)
+            state.show(change["new"] or None, other=change["owner"] is second)
 
     for dropdown in (first, second):
         dropdown.observe(picked, "value")

@@ -95,6 +95,7 @@ class LabState(HasTraits):
         self._queue = CaptureQueue(self, executor=executor)
         self._started = 0.0
         self._following = True
+        self._unsaved: set[str] = set()
         self._shown_before: RunRecord | None = None
         self._ended: RunRecord | PrefillLabError | None = None
         self.device = self.devices[0].value
@@ -112,9 +113,10 @@ class LabState(HasTraits):
         Raises InvalidInput for a setting that does not exist or cannot be used; then nothing has changed.
         """
         controls = controls_for(settings)
-        if controls.get("device") == "auto":
-            controls["device"] = self.devices[0].value
         known = [option.value for option in self.devices]
+        if controls.get("device") in ("auto", "cuda"):
+            gpus = [value for value in known if value.startswith("cuda")]
+            controls["device"] = (gpus or ([controls["device"]] if controls["device"] == "cuda" else known))[0]
         if controls.get("device", known[0]) not in known:
             raise InvalidInput(
                 f"device {controls['device']!r} is not on this machine", f"devices are {', '.join(known)}"
@@ -173,7 +175,7 @@ class LabState(HasTraits):
     def cancel(self) -> None:
         """Stop the capture that runs, between two buckets; after 5 s its process is ended. Those that wait go on."""
         with self.lock:
-            if not self._queue.busy:
+            if not self.activity.running:
                 self.message = "nothing is running"
                 return
             self._queue.cancel()
@@ -221,20 +223,30 @@ class LabState(HasTraits):
 
     def find_runs(self) -> None:
         """Read the folder of runs again, newest first; damaged files are counted in the message."""
+        before = self.runs
         try:
             records, damaged = self.store.scan()
         except PrefillLabError as error:
             records, damaged = [], [str(error)]
         with self.lock:
-            self.runs = tuple(reversed(records))
+            # Not in the folder, or not yet when it was read: what ended meanwhile, and what could not be saved.
+            here = {record.id for record in records}
+            ours = [run for run in self.runs if run.id not in here and (run not in before or run.id in self._unsaved)]
+            self.runs = (*ours, *reversed(records))
             if damaged:
                 more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
                 self.message = f"{damaged[0]}{more}"
 
-    def show(self, run_id: str | None, *, other: bool = False) -> None:
-        """Show the run of this id, or lay it over the one shown; None shows none."""
+    def show(self, run: RunRecord | str | None, *, other: bool = False) -> None:
+        """Show a run, by its record or its id, or lay it over the one shown; None shows none.
+
+        Raises RecordError when there is no run of that id in the folder.
+        """
+        found = self.store.load(run) if isinstance(run, str) and run else run or None
+        assert not isinstance(found, str)
         with self.lock:
-            found = next((run for run in self.runs if run.id == run_id), None)
+            if found is not None and all(found.id != known.id for known in self.runs):
+                self.runs = (found, *self.runs)
             if other:
                 self.other = found
             else:
@@ -294,11 +306,18 @@ class LabState(HasTraits):
                 # A refusal leaves no record: what was shown before comes back.
                 self._show_record(record if record is not None else self._shown_before)
 
+    def idle(self) -> None:
+        """Nothing runs or waits any more, whoever dropped what waited."""
+        with self.lock:
+            if not self._queue.waiting:
+                self.activity = Activity()
+
     def _save(self, record: RunRecord) -> str:
         self.runs = (record, *self.runs)
         try:
             path = self.store.save(record)
         except PrefillLabError as error:
+            self._unsaved.add(record.id)
             return str(error)
         return f"{record.outcome}: saved as {path}"
 
