@@ -58,7 +58,10 @@ def export_file(record: RunRecord, kind: str, folder: Path | str) -> Path:
 
     Raises InvalidInput as `export_bytes` does, and StorageError in one line when the file cannot be written.
     """
-    path = Path(folder).expanduser() / export_name(record, kind)
+    try:
+        path = Path(folder).expanduser() / export_name(record, kind)
+    except RuntimeError as error:  # no such user
+        raise InvalidInput(f"folder {str(folder)[:80]!r} cannot be used ({error})", "a folder") from None
     return write_file(path, export_bytes(record, kind), f"{kind} of run {record.id}")
 
 
