@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toolkit.errors import ModelUnavailable, PrefillLabError
-from toolkit.resources import data_dir, fetch_from_hub, short
+from toolkit.resources import IMPORTING, data_dir, fetch_from_hub, short
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -275,14 +275,19 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     Raises:
         ModelUnavailable: the config cannot be read or fetched, or is no causal decoder of Transformers.
     """
+    facts: dict[str, Any] = {}
     if source.entry is not None:
-        config = _config_from_facts(dict(source.entry.config), source.id)
-    elif source.kind == "gguf":
-        config = _config_from_gguf(source)
-    else:
-        config = _config_from_facts(_read_json(_config_file(source), source.id), source.id)
+        facts = dict(source.entry.config)
+    elif source.kind != "gguf":  # before the lock: the hub may take its time
+        facts = _read_json(_config_file(source), source.id)
+    with IMPORTING:
+        return _config(source, facts)
+
+
+def _config(source: ModelSource, facts: dict[str, Any]) -> PretrainedConfig:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    config = _config_from_facts(facts, source.id) if facts else _config_from_gguf(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         raise ModelUnavailable(
             f"model {source.id!r} has model_type {config.model_type!r}, which is not a causal decoder",

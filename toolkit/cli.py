@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit import __version__, cli_capture, cli_extras, cli_plan, cli_runs
-from toolkit.cli_output import complain, end_quietly, say_help
+from toolkit.cli_output import complain, end_quietly, say, say_help
 from toolkit.errors import PrefillLabError
 
 _INTERRUPTED = 130  # What typer makes of Ctrl-C.
@@ -32,7 +33,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"prefill-lab {__version__}")
+        say(f"prefill-lab {__version__}")
         raise typer.Exit()
     say_help(context)
 
@@ -81,6 +82,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         code = _INTERRUPTED
+    except OSError as error:
+        # The help is printed by typer itself. Whatever else meets a full disk says so as StorageError.
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        complain(f"standard output cannot be written ({error.strerror}); free some space or send it elsewhere")
+        return 1
     except Exception as error:
         # typer carries its own copy of click or uses the installed one, by version: told by what it can do.
         if not hasattr(error, "format_message"):

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from toolkit.errors import one_line
+from toolkit.errors import StorageError, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,22 +63,29 @@ def say_help(context: typer.Context) -> None:
 
 @contextlib.contextmanager
 def open_pipe(stream: IO[str]) -> Iterator[None]:
-    """Write to a stream whose reader may leave early (`| head`): the rest then goes nowhere, silently."""
+    """Write to a stream whose reader may leave early (`| head`): the rest then goes nowhere, silently.
+
+    Raises StorageError where standard output is lost in another way, say to a full disk: a script that trusts the exit
+    code must learn of it. What is meant for standard error never stops a command.
+    """
     try:
         yield
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
-            raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        # What is left in the buffer must not fail a second time, when the interpreter ends.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        if stream is sys.stdout and error.errno != errno.EPIPE:
+            what = f"standard output cannot be written ({error.strerror or type(error).__name__})"
+            raise StorageError(f"{what}; free some space or send it elsewhere") from None
 
 
 def end_quietly() -> None:
     """Flush what is left, so that the interpreter finds no broken pipe when it ends."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError), open_pipe(stream):
+        with contextlib.suppress(ValueError, StorageError), open_pipe(stream):
             stream.flush()
 
 

@@ -24,6 +24,10 @@ HUB_DEADLINE_S = 4.0
 # In every finished folder of the cache; written last.
 _MARKER = "made-from.json"
 
+IMPORTING = threading.RLock()
+"""Held while Transformers may be imported: it puts another module in its own place in the middle of that, and a second
+thread that asks meanwhile is told that a name does not exist. Its parts are imported late, when a model is built."""
+
 _Result = TypeVar("_Result")
 
 

@@ -16,7 +16,7 @@ from toolkit.bundled import BUNDLED_ID, as_unavailable, bundled_folder, gguf_ten
 from toolkit.catalogue import ModelSource, load_config, offline_choices
 from toolkit.errors import ModelUnavailable
 from toolkit.hardware import available_ram_bytes
-from toolkit.resources import fetch_from_hub
+from toolkit.resources import IMPORTING, fetch_from_hub
 
 if TYPE_CHECKING:
     import torch
@@ -159,13 +159,14 @@ def _skeleton(
 ) -> Any:
     """A meta model that is going to run on `device`."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the same geometry, unquantized
-    build: Callable[..., Any] = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
+    with IMPORTING, torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        build: Callable[..., Any] = AutoModelForCausalLM.from_config
         return build(config, dtype=dtype, attn_implementation=attn_implementation, **_experts(device))
 
 

@@ -292,6 +292,33 @@ def test_the_catalogue_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
 
 
+_THREADS = """
+import sys, threading
+sys.setswitchinterval(1e-5)
+import toolkit
+errors, together = [], threading.Barrier(3)
+def plan():
+    together.wait()
+    try:
+        toolkit.plan(model=sys.argv[1])
+    except BaseException as error:
+        errors.append(repr(error))
+threads = [threading.Thread(target=plan) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not errors, errors
+"""
+
+
+def test_threads_may_be_the_first_to_need_transformers(tmp_path: Path) -> None:
+    """While it is imported, a second thread that asks for a name of it would be told that there is none."""
+    file = _config_source(tmp_path, dict(get_model("qwen3-0.6b").config)).path
+    root = Path(__file__).resolve().parents[2]
+    code = [sys.executable, "-c", _THREADS, str(file)]
+    done = subprocess.run(code, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PREFILL_LAB_CACHE", raising=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 
 from toolkit.catalogue import model_ids
 from toolkit.cli import main
+from toolkit.cli_output import Progress
 from toolkit.cli_plan import _OPTIONS
 from toolkit.forecast.plan_settings import PlanSettings
 from toolkit.hardware import list_gpu_specs
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "model": {"id", "architecture", "parameters", "layers", "attention", "weights_gib_per_rank"},
     "gpu": {"id", "total_gib"},
@@ -142,3 +146,29 @@ def test_never_a_traceback(given_choices: dict[str, str]) -> None:
         assert out.getvalue() == "" and err.getvalue().count("\n") == 1
     else:
         assert json.loads(out.getvalue())["policies"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", ["plan --json", "plan", "plan --help", "--version"])
+def test_output_that_is_lost_is_an_error_on_one_line(arguments: str) -> None:
+    command = [sys.executable, "-m", "toolkit.cli", *arguments.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert "standard output cannot be written (No space left on device)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_reader_that_leaves_and_a_lost_standard_error_stop_nothing() -> None:
+    command = [sys.executable, "-m", "toolkit.cli", "plan", "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    with Path("/dev/full").open("w") as full:
+        with Progress(full) as show:
+            show({"event": "log", "line": "x" * 100_000})
+        done = subprocess.run([*command, "--gpu", "x"], stdout=subprocess.PIPE, stderr=full, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, b"")

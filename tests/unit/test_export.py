@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -120,3 +121,22 @@ def test_a_folder_that_cannot_be_is_one_line(folder: str, tmp_path: Path) -> Non
     with pytest.raises(StorageError) as caught:
         export_file(RECORD, "record JSON", tmp_path / folder)
     assert "\n" not in str(caught.value)
+
+
+def test_what_no_file_can_hold_is_refused_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(record: RunRecord) -> bytes:
+        raise OverflowError("int too big\nto convert")
+
+    monkeypatch.setitem(EXPORTS, "buckets CSV", EXPORTS["buckets CSV"]._replace(content=overflow))
+    with pytest.raises(InvalidInput, match=rf"buckets CSV of run {ID} cannot be made \(OverflowError: int") as caught:
+        export_bytes(RECORD, "buckets CSV")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_ladder_of_thousands_is_said_in_words_and_kept_in_tables() -> None:
+    record = made_up_record(id=ID, ladder=[4 * n for n in range(1, 3001)])
+    begun = time.monotonic()
+    for kind in ("memory SVG", "time SVG", "speed SVG"):
+        assert b"3000 buckets are too many to draw" in export_bytes(record, kind)
+    assert time.monotonic() - begun < 6, "a figure takes under two seconds"
+    assert export_bytes(record, "buckets CSV").count(b"\n") == 3001

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import toolkit
+from toolkit.catalogue import get_model
 from toolkit.errors import InvalidInput
 from toolkit.forecast import engines
 from toolkit.forecast.assumptions import default_requests, request_table_gib
@@ -248,3 +249,39 @@ def test_a_config_file_is_planned_like_the_catalogue(tmp_path: Path, flat: None)
     packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
     file.write_text(json.dumps(published | {"quantization_config": packed}))
     assert toolkit.plan(engine="flat", model=str(file)).model.published_weights == "int4"
+
+
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("llama-3.1-8b", {"architectures": 65536}),
+    ("llama-3.1-8b", {"text_config": {"a": 1}}),
+    ("llama-3.1-8b", {"text_config": 0, "quantization_config": [1]}),
+    ("llama-3.1-8b", {"kv_lora_rank": 1}),
+    ("llama-3.1-8b", {"num_experts": float("nan")}),
+    ("llama-3.1-8b", {"num_experts": 1e308}),
+    ("qwen3-30b-a3b", {"hidden_size": -1}),
+    ("qwen3-30b-a3b", {"moe_intermediate_size": -1}),
+    ("qwen3-30b-a3b", {"kv_lora_rank": 1}),
+]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "transformers"])
+@pytest.mark.parametrize(("model", "change"), BROKEN, ids=[f"{model}-{change}" for model, change in BROKEN])
+def test_a_broken_config_file_is_refused_on_one_line(
+    tmp_path: Path, model: str, change: dict[str, Any], engine: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**get_model(model).config, **change}))
+    with pytest.raises(InvalidInput) as caught:
+        toolkit.plan(model=str(file), engine=engine)
+    message = str(caught.value)
+    assert "\n" not in message and str(tmp_path) not in message
+    assert "the config of 'config.json' cannot be planned (" in message or "cannot be loaded: " in message
+
+
+def test_a_bug_that_a_catalogue_model_meets_is_not_taken_for_a_broken_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(request: ForecastRequest) -> Forecast:
+        raise AttributeError("a bug of ours")
+
+    monkeypatch.setitem(engines.ENGINES, "buggy", bug)
+    with pytest.raises(AttributeError, match="a bug of ours"):
+        toolkit.plan(engine="buggy")

@@ -78,6 +78,28 @@ def test_a_figure_that_is_no_number_is_refused(figure: str) -> None:
         RunRecord.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("buckets", "num_tokens", 0),
+        ("buckets", "num_tokens", 10**30),
+        ("buckets", "segments", -1),
+        ("buckets", "graph_nodes", 10**30),
+        ("speed", "num_tokens", 0),
+        ("", "oom_bucket", 10**30),
+        ("", "kv_cache_tokens", 10**30),
+        ("", "capture_order", [0]),
+    ],
+)
+def test_a_count_that_no_capture_can_have_is_refused(where: str, name: str, value: object) -> None:
+    """Padding divides by the tokens of a bucket, and tables hold counts in 64 bits."""
+    raw = json.loads(made_up_record().to_json())
+    (raw[where][0] if where else raw)[name] = value
+    with pytest.raises(RecordError, match=name) as caught:
+        RunRecord.from_json(json.dumps(raw))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["[" * 300_000, '{"schema_version": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"])
 def test_json_too_deep_to_read_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(RecordError) as caught:

@@ -16,6 +16,7 @@ from synthetic_records import made_up_record, oom_record, skipped_record
 from toolkit.errors import InvalidInput, RecordError, StorageError
 from toolkit.runs.record import SCHEMA_VERSION, RunRecord
 from toolkit.runs.store import RunStore, new_run_id
+from toolkit.views.export import export_file
 
 FIRST, SECOND, THIRD = "20260101-000000-00000a", "20260101-000000-00000b", "20260102-000000-0000cc"
 
@@ -55,7 +56,22 @@ def test_the_folder_is_the_given_one_then_the_variable_then_runs(
     assert RunStore(tmp_path).folder == tmp_path
     assert RunStore().folder == runs_dir
     monkeypatch.delenv("PREFILL_LAB_RUNS")
-    assert RunStore().folder == Path("runs")
+    monkeypatch.chdir(tmp_path)
+    store = RunStore()
+    assert store.folder == tmp_path / "runs"
+    monkeypatch.chdir("/")
+    assert store.save(made_up_record(id=FIRST)) == tmp_path / "runs" / f"{FIRST}.json"
+
+
+def test_a_home_that_nobody_has_is_refused_on_one_line() -> None:
+    for refused in (lambda: RunStore("~nobody-of-that-name/runs"), lambda: _export("~nobody-of-that-name/out")):
+        with pytest.raises(InvalidInput, match=r"'~nobody-of-that-name/.* cannot be used") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+def _export(folder: str) -> Path:
+    return export_file(made_up_record(id=FIRST), "record JSON", folder)
 
 
 def test_reading_makes_no_folder(store: RunStore, runs_dir: Path) -> None:

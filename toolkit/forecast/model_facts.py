@@ -17,6 +17,7 @@ from toolkit.catalogue import ModelEntry, ModelSource, load_config, published_fa
 from toolkit.errors import InvalidInput, one_line
 from toolkit.memory.parameters import Parameter, is_counted, rank_parameters, stored_gib
 from toolkit.memory.server import hf_traits
+from toolkit.resources import short
 
 Weights = Literal["bf16", "fp8", "int4", "mxfp4"]
 WEIGHTS: tuple[str, ...] = ("bf16", "fp8", "int4")
@@ -102,6 +103,18 @@ def model_facts(spec: str) -> ModelFacts:
     return _catalogue_facts(source.entry) if source.entry is not None else _facts(source)
 
 
+def unplannable(name: str, error: Exception) -> InvalidInput:
+    """What to raise where the config of a model that is not of the catalogue broke the arithmetic of a plan.
+
+    Somebody's file can hold any value anywhere, and Transformers checks few of them.
+    """
+    return InvalidInput(
+        f"the config of {name!r} cannot be planned ({type(error).__name__}: {short(error)})",
+        "a decoder whose hidden_size, num_hidden_layers, num_attention_heads, vocab_size and the like fit together",
+        "check the file",
+    )
+
+
 @functools.lru_cache(maxsize=64)
 def _catalogue_facts(entry: ModelEntry) -> ModelFacts:
     return _facts(ModelSource("catalogue", entry.id, entry=entry))
@@ -121,11 +134,7 @@ def _facts(source: ModelSource) -> ModelFacts:
     try:
         parameters = sum(parameter.elements for parameter in rank_parameters(config))
     except (AttributeError, TypeError, ArithmeticError) as error:
-        raise InvalidInput(
-            f"the config of {source.id!r} lacks what a plan needs ({one_line(str(error))})",
-            "a decoder with hidden_size, num_hidden_layers, num_attention_heads and vocab_size",
-            "check the file",
-        ) from None
+        raise unplannable(source.id, error) from None
     return ModelFacts(
         id=source.id,
         architecture=names[0] if names else None,

@@ -13,11 +13,12 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.catalogue import resolve_model
 from toolkit.errors import InvalidInput
 from toolkit.forecast.advice import advise_plan
 from toolkit.forecast.assumptions import context_gib
 from toolkit.forecast.engines import SGLANG, ForecastRequest, get_engine
-from toolkit.forecast.model_facts import ModelFacts, model_facts
+from toolkit.forecast.model_facts import ModelFacts, model_facts, unplannable
 from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy, reserve_gib
 from toolkit.forecast.plan_ledger import Ledger, LedgerFacts, LedgerLine, build_ledger, with_graphs
 from toolkit.forecast.plan_settings import ITEMSIZES, PlanSettings
@@ -203,6 +204,16 @@ def forecaster(settings: PlanSettings) -> Forecaster:
 
 def plan_with(settings: PlanSettings, ask: Forecaster) -> Plan:
     """The plan for settings, with forecasts from `ask`. Raises InvalidInput as `make_plan`."""
+    try:
+        return _plan(settings, ask)
+    except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        source = resolve_model(settings.model)
+        if source.entry is not None:
+            raise  # the catalogue's configs are ours: with them it is a bug, which must be seen
+        raise unplannable(source.id, error) from None
+
+
+def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
     model, gpu, release = model_facts(settings.model), resolve_gpu(settings.gpu), get_release(settings.sglang_version)
     resolved, backend = _resolve(settings, model, gpu, release)
     fraction = None if settings.free_memory_gib is not None else resolved.mem_fraction_static

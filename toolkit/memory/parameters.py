@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import InvalidInput
 from toolkit.memory.rank_local import rank_local_config
-from toolkit.resources import short
+from toolkit.resources import IMPORTING, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,11 @@ _FAMILIES = {
 def _built(config: Any) -> list[Parameter]:
     """The parameters of the model as Transformers builds it, on the meta device; tied ones once."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with IMPORTING, torch.device("meta"):
+            from transformers import AutoModelForCausalLM
+
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # code of many families meets somebody's config
         raise InvalidInput(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.errors import RecordError
 
@@ -14,6 +14,9 @@ Outcome = Literal["captured", "skipped", "oom", "crashed", "cancelled", "failed"
 OUTCOME_EXIT_CODES: dict[str, int] = {
     "captured": 0, "skipped": 0, "oom": 1, "crashed": 1, "cancelled": 1, "failed": 1
 }  # fmt: skip
+# What is outside was not written by a capture; tables and axes hold such numbers in 64 bits.
+Tokens = Annotated[int, Field(ge=1, le=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
@@ -25,15 +28,15 @@ class _Part(BaseModel):
 class BucketFigures(_Part):
     """One captured bucket. Times are seconds, memory MiB of the device named in the record, None where unknown."""
 
-    num_tokens: int
+    num_tokens: Tokens
     elapsed_s: float
     warmup_s: float
     capture_s: float
     added_mib: float | None
     cumulative_mib: float | None
     free_after_gib: float | None = None
-    segments: int
-    graph_nodes: int | None
+    segments: Count
+    graph_nodes: Count | None
 
 
 class ReplayCheck(_Part):
@@ -48,7 +51,7 @@ class ReplayCheck(_Part):
     bit_equal: bool
     max_abs_diff: float | None
     tolerance: float | None = None
-    tokens_checked: int
+    tokens_checked: Count
     prompt: str | None = None
     next_token: str | None = None
 
@@ -56,7 +59,7 @@ class ReplayCheck(_Part):
 class SpeedPoint(_Part):
     """Median milliseconds of one prefill body of `num_tokens` tokens, measured in interleaved pairs."""
 
-    num_tokens: int
+    num_tokens: Tokens
     eager_ms: float
     replay_ms: float
 
@@ -75,19 +78,19 @@ class RunRecord(_Part):
     reason: str
     reason_code: str | None = None
     advice: list[str] = []
-    oom_bucket: int | None = None
+    oom_bucket: Tokens | None = None
     signal: str | None = None
     free_before_gib: float | None = None
     free_after_gib: float | None = None
     mem_usage_gib: float | None = None
     peak_usage_gib: float | None = None
     capture_time_s: float | None = None
-    capture_order: list[int] = []
-    kv_cache_tokens: int | None = None
+    capture_order: list[Tokens] = []
+    kv_cache_tokens: Count | None = None
     mem_fraction_static: float | None = None
     ledger: dict[str, float | None] = {}
     pools: list[dict[str, Any]] = []
-    other_processes: int | None = None
+    other_processes: Count | None = None
     buckets: list[BucketFigures] = []
     replay_check: ReplayCheck | None = None
     speed: list[SpeedPoint] = []

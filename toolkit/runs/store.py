@@ -50,10 +50,21 @@ def new_run_id(now: datetime | None = None) -> str:
 
 
 class RunStore:
-    """The records in one folder: by default PREFILL_LAB_RUNS, else `./runs`. Made on the first save."""
+    """The records in one folder: by default PREFILL_LAB_RUNS, else `./runs`. Made on the first save.
+
+    `folder` is absolute from the start, so that a notebook that changes its directory keeps its store.
+
+    Raises InvalidInput for a folder in the home of somebody who is not known here.
+    """
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = Path(folder or os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
+        given = folder or os.environ.get(RUNS_VARIABLE) or "runs"
+        try:
+            self.folder = Path(given).expanduser().absolute()
+        except (OSError, RuntimeError) as error:  # no such user, or the current directory was removed
+            why = getattr(error, "strerror", None) or str(error)
+            what = f"runs folder {str(given)[:80]!r} cannot be used ({why})"
+            raise InvalidInput(what, "a folder", "give its whole path") from None
 
     def check(self, *, writing: bool = True) -> None:
         """Whether records could be saved here (or read), without writing anything: ask before a long capture.

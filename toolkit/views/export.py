@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.errors import InvalidInput
+from toolkit.errors import InvalidInput, PrefillLabError
+from toolkit.resources import short
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import buckets_frame
 from toolkit.views import plots
@@ -33,9 +34,17 @@ class Export(NamedTuple):
 def export_bytes(record: RunRecord, kind: str) -> bytes:
     """A record as the content of one file of `kind`, a name in `EXPORTS`.
 
-    Raises InvalidInput for another kind, and for Parquet where pyarrow is not installed.
+    Raises InvalidInput for another kind, for Parquet where pyarrow is not installed, and for a record whose figures
+    a table or a figure cannot hold.
     """
-    return _export(kind).content(record)
+    content = _export(kind).content
+    try:
+        return content(record)
+    except PrefillLabError:
+        raise
+    except Exception as error:  # of pandas, pyarrow or Matplotlib, about a record from anywhere
+        what = f"{kind} of run {record.id} cannot be made ({type(error).__name__}: {short(error)})"
+        raise InvalidInput(what, "a record written by prefill-lab", "export the record JSON instead") from error
 
 
 def export_name(record: RunRecord, kind: str) -> str:
@@ -49,7 +58,10 @@ def export_file(record: RunRecord, kind: str, folder: Path | str) -> Path:
 
     Raises InvalidInput as `export_bytes` does, and StorageError in one line when the file cannot be written.
     """
-    path = Path(folder).expanduser() / export_name(record, kind)
+    try:
+        path = Path(folder).expanduser() / export_name(record, kind)
+    except RuntimeError as error:  # no such user
+        raise InvalidInput(f"folder {str(folder)[:80]!r} cannot be used ({error})", "a folder") from None
     return write_file(path, export_bytes(record, kind), f"{kind} of run {record.id}")
 
 

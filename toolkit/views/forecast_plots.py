@@ -14,6 +14,7 @@ from toolkit.forecast.calibration import Calibration, FieldRow
 from toolkit.forecast.terms import Forecast, Range
 from toolkit.runs.record import RunRecord
 from toolkit.views import sheet
+from toolkit.views.crowd import too_many
 from toolkit.views.frames import NA, provenance
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ def plot_forecast_against_run(
     ladder = sorted(int(tokens) for tokens in table["num_tokens"])
     if not ladder:
         return sheet.words_only(title, None, "Neither side has a bucket." + _why(measured), subtitle)
+    if why := too_many(ladder):
+        return sheet.words_only(title, None, why, subtitle)
     by_tokens = table.set_index("num_tokens")
     with sheet.sheet_style():
         figure, (top, bottom) = sheet.new_sheet(title, subtitle, 7.6, rows=(3, 2))

@@ -10,6 +10,7 @@ from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord
 from toolkit.views import sheet
 from toolkit.views.buckets import bucket_words
+from toolkit.views.crowd import too_many
 from toolkit.views.frames import (
     backend_name,
     bucket_table,
@@ -59,6 +60,8 @@ def plot_overlay(first: RunRecord, second: RunRecord) -> Figure:
     subtitle = _provenance_of_both(first, second)
     if not ladder:
         why = " ".join(f"{name}: no bucket was captured ({run.outcome}): {run.reason}." for name, run in _named(runs))
+        return sheet.words_only(title, None, why, subtitle)
+    if why := too_many(ladder):
         return sheet.words_only(title, None, why, subtitle)
     with sheet.sheet_style():
         figure, (top, bottom) = sheet.new_sheet(title, subtitle, 7.8, rows=(3, 3))

@@ -15,6 +15,7 @@ from toolkit.forecast.plan_ledger import owners
 from toolkit.forecast.terms import BucketForecast, Range
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
 from toolkit.views import sheet
+from toolkit.views.crowd import too_many
 from toolkit.views.frames import memory_words
 from toolkit.views.plots import GATE_LABEL, draw_owners
 
@@ -70,6 +71,8 @@ def plot_plan_memory(plan: Plan, field: pd.DataFrame | None = None) -> Figure:
         return sheet.words_only(title, None, why, subtitle)
     buckets = sorted(plan.forecast.buckets, key=lambda one: one.num_tokens)
     ladder = [one.num_tokens for one in buckets]
+    if why := too_many(ladder):
+        return sheet.words_only(title, None, why, subtitle)
     with sheet.sheet_style():
         figure, (top, bottom) = sheet.new_sheet(title, subtitle, 8.4, rows=(3, 2))
         _draw_added(top, buckets)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
 from toolkit.runs.record import BucketFigures, RunRecord
 from toolkit.views import sheet
+from toolkit.views.crowd import too_many
 from toolkit.views.frames import (
     NA,
     backend_name,
@@ -59,8 +60,9 @@ def plot_memory(record: RunRecord) -> Figure:
     """Memory against bucket: MiB added by each and in total; below it GiB left free, with the old gate."""
     title = "Memory against bucket size"
     ladder = sheet.bucket_ladder(record)
-    if not ladder:
-        return sheet.words_only(title, record)
+    why = too_many(ladder)
+    if why or not ladder:
+        return sheet.words_only(title, record, why)
     with sheet.sheet_style():
         figure, (top, bottom) = sheet.new_sheet(title, provenance(record), 7.4, rows=(3, 2))
         _draw_added(top, record, ladder)
@@ -74,8 +76,9 @@ def plot_capture_time(record: RunRecord) -> Figure:
     """Seconds per bucket, warm-up and capture stacked; the bucket captured first is named."""
     title = "Capture time against bucket size"
     ladder = sheet.bucket_ladder(record)
-    if not ladder:
-        return sheet.words_only(title, record)
+    why = too_many(ladder)
+    if why or not ladder:
+        return sheet.words_only(title, record, why)
     with sheet.sheet_style():
         figure, (axes,) = sheet.new_sheet(title, provenance(record), 5.6)
         tops = _draw_seconds(axes, _by_tokens(record, ladder))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.runs.record import RunRecord, SpeedPoint
 from toolkit.views import sheet
+from toolkit.views.crowd import too_many
 from toolkit.views.frames import NA, median_ratio, padding_percent, provenance, replay_ratio
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def plot_speed(record: RunRecord) -> Figure:
     if not points:
         return sheet.words_only(title, record, "Replay was not timed against eager in this run.")
     ladder = [point.num_tokens for point in points]
+    if why := too_many(ladder):
+        return sheet.words_only(title, record, why)
     with sheet.sheet_style():
         figure, panels = sheet.new_sheet(title, provenance(record), 8.6, rows=(3, 2, 2))
         _draw_speed(panels[0], points)
