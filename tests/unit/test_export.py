@@ -18,6 +18,7 @@ from toolkit.errors import InvalidInput, StorageError
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import buckets_frame
 from toolkit.views.export import EXPORTS, export_bytes, export_file, export_name
+from toolkit.views.files import shown_path
 
 ID = "20261129-130501-a1b2c3"
 KINDS = list(EXPORTS)
@@ -140,3 +141,11 @@ def test_a_ladder_of_thousands_is_said_in_words_and_kept_in_tables() -> None:
         assert b"3000 buckets are too many to draw" in export_bytes(record, kind)
     assert time.monotonic() - begun < 6, "a figure takes under two seconds"
     assert export_bytes(record, "buckets CSV").count(b"\n") == 3001
+
+
+def test_a_path_is_shown_as_short_as_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/somebody")
+    assert shown_path(tmp_path / "runs" / "a.json") == "runs/a.json"
+    assert shown_path(Path("/somebody/runs")) == "~/runs"
+    assert shown_path(Path("/elsewhere/runs")) == "/elsewhere/runs"

@@ -47,6 +47,10 @@ _WORKSPACE_SOURCE = (
 )
 _UNKNOWN = Range.exact(math.nan)
 _EXACT = "exact: the engine's runner traced over meta tensors and replayed through the CPU device's allocator model"
+_FULL_ON_GPU = (
+    "full: attention runs inside the graph, and on a GPU its kernel may allocate more than the workspace that is declared "
+    "and counted here: with CUDA's allocator SmolLM2's pool was seen at 82 MiB where this says 40"
+)
 _ON_GPU = (
     "derived: the engine's runner traced over meta tensors and replayed through the allocator model, attention as "
     "declared; range: descending and ascending addresses"
@@ -100,6 +104,8 @@ def forecast_transformers(
         return _not_available(ladder, notes)
     if gpu is None:
         return _on_cpu(traces, ladder, kv_cache_tokens or max(wanted), (*notes, *_cpu_notes(kv_cache_tokens)))
+    if settings.resolved_backend is Backend.FULL:
+        notes = (*notes, _FULL_ON_GPU)
     return _on_gpu(traces, ladder, gpu, notes)
 
 

@@ -1,4 +1,4 @@
-"""How what is shown becomes a file: whole or not at all, and one line when it cannot be written."""
+"""Files of what is shown: written whole or not at all, and named as short as they can be."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def write_file(path: Path, content: bytes, what: str) -> Path:
         why = getattr(error, "strerror", None) or str(error)
         raise StorageError(one_line(f"{what} was not written to {str(path)!r}: {why}")) from None
     return path
+
+
+def shown_path(path: Path) -> str:
+    """A path as a person would write it here: relative inside the current folder, `~/...` inside the home folder."""
+    for folder, prefix in ((Path.cwd, ""), (Path.home, "~/")):
+        try:
+            return prefix + str(path.relative_to(folder()))
+        except (OSError, RuntimeError, ValueError):  # not inside, or there is no such folder
+            continue
+    return str(path)

@@ -14,6 +14,7 @@ from toolkit.runs.record import RunRecord
 from toolkit.views import frames, markup
 from toolkit.views.buckets import bucket_words
 from toolkit.views.export import EXPORTS
+from toolkit.views.files import shown_path
 from toolkit.widgets.binding import Quiet
 from toolkit.widgets.painter import Painter
 from toolkit.widgets.panels import PANELS, panel_html, runs_html, verdict_html
@@ -97,7 +98,7 @@ def _runs_view(state: LabState) -> w.Widget:
                 dropdown.value = record.id if record is not None and record.id in known else ""
 
     def show_table(_: object = None) -> None:
-        table.value = runs_html(state.runs, str(state.store.folder))
+        table.value = runs_html(state.runs, shown_path(state.store.folder))
 
     def picked(change: dict[str, Any]) -> None:
         if not quiet:
@@ -132,7 +133,7 @@ def _keep_view(state: LabState) -> w.Widget:
 
 
 def _download(path: Path) -> str:
-    saved = f"saved as {markup.safe(path)}"
+    saved = f"saved as {markup.safe(shown_path(path))}"
     if path.stat().st_size > _LARGEST_LINK_BYTES:
         return saved
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"

@@ -21,6 +21,7 @@ from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore
 from toolkit.runs.worker import EXECUTOR, CaptureJob
 from toolkit.settings import CaptureSettings
+from toolkit.views.files import shown_path
 from toolkit.widgets.choice import Choice, DeviceOption, Preview, controls_for, preview
 from toolkit.widgets.devices import device_options
 
@@ -189,7 +190,7 @@ class LabState(HasTraits):
             self.record = self.other = None
             self.activity = replace(self.activity, waiting=0)
             words = f"; {dropped} that waited will not run" if dropped else ""
-            self.message = f"cleared{words}; {len(self.runs)} runs are kept in {self.store.folder}"
+            self.message = f"cleared{words}; {len(self.runs)} runs are kept in {shown_path(self.store.folder)}"
 
     def wait(self, timeout: float | None = None) -> RunRecord | None:
         """Wait until nothing runs or waits; the record of the last capture, None when there was none.
@@ -266,7 +267,7 @@ class LabState(HasTraits):
                 "no finished run is shown", "a run that has ended", "capture first, or pick one of the runs"
             )
         path = export_file(record, kind, self.store.folder / "exports")
-        self.message = f"{kind} saved as {path}"
+        self.message = f"{kind} saved as {shown_path(path)}"
         return path
 
     def _show_record(self, record: RunRecord | None) -> None:
@@ -319,7 +320,7 @@ class LabState(HasTraits):
         except PrefillLabError as error:
             self._unsaved.add(record.id)
             return str(error)
-        return f"{record.outcome}: saved as {path}"
+        return f"{record.outcome}: saved as {shown_path(path)}"
 
 
 def after_event(now: Activity, event: Event) -> Activity:
