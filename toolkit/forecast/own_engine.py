@@ -48,8 +48,8 @@ _WORKSPACE_SOURCE = (
 _UNKNOWN = Range.exact(math.nan)
 _EXACT = "exact: the engine's runner traced over meta tensors and replayed through the CPU device's allocator model"
 _FULL_ON_GPU = (
-    "full: attention runs inside the graph, and on a GPU its kernel may allocate more than the workspace that is declared "
-    "and counted here: with CUDA's allocator SmolLM2's pool was seen at 82 MiB where this says 40"
+    "full: attention runs inside the graph, and on a GPU its kernel may allocate more than the workspace that is "
+    "declared and counted here: with CUDA's allocator SmolLM2's pool was seen at 82 MiB where this says 40"
 )
 _ON_GPU = (
     "derived: the engine's runner traced over meta tensors and replayed through the allocator model, attention as "
