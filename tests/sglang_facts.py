@@ -7,6 +7,9 @@ import gzip
 from functools import cache
 from pathlib import Path
 
+from toolkit.prefill.guards import GuardFacts
+from toolkit.settings import Backend
+
 RULES = Path(__file__).parent / "data" / "rules"
 NEWEST = "0.5.23"
 
@@ -32,3 +35,21 @@ def guard_case(case: str, version: str = NEWEST) -> dict[str, str]:
 def log_lines(row: dict[str, str]) -> list[str]:
     """What a case logged, without level names."""
     return [line.partition(" ")[2] for line in row["log"].split(" | ") if line]
+
+
+FINE = GuardFacts(
+    backend=Backend.BREAKABLE,
+    role="target",
+    draft_forced=True,
+    eagle_target=False,
+    lora_unsupported=False,
+    is_language_model=True,
+    buckets=(4, 8, 2048),
+    capture_requests=4096,
+    context_length=4096,
+    capture_tokens=4096 * 4096,
+    has_layers=True,
+    num_layers=4,
+    num_attention_layers=4,
+)
+"""What every guard lets pass."""

@@ -9,32 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_facts import guard_case, log_lines
+from sglang_facts import FINE, guard_case, log_lines
 
 from toolkit.prefill.guards import (
     GUARDS,
-    GuardFacts,
     check_cuda_graph_backend,
     first_blocked,
     fitting_buckets,
 )
 from toolkit.settings import Backend, Phase
 
-FINE = GuardFacts(
-    backend=Backend.BREAKABLE,
-    role="target",
-    draft_forced=True,
-    eagle_target=False,
-    lora_unsupported=False,
-    is_language_model=True,
-    buckets=(4, 8, 2048),
-    capture_requests=4096,
-    context_length=4096,
-    capture_tokens=4096 * 4096,
-    has_layers=True,
-    num_layers=4,
-    num_attention_layers=4,
-)
 CODES = [
     "disabled",
     "draft_not_forced",

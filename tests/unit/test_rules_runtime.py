@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_facts import every_fact, facts
+from sglang_facts import FINE, every_fact, facts
 
 from toolkit.catalogue import load_config, resolve_model
 from toolkit.errors import InvalidInput
@@ -16,7 +16,7 @@ from toolkit.ladder import REPLAY_LIMIT_FACTOR, choose_bucket, exceeds_replay_li
 from toolkit.memory.kv_cells import kv_cell
 from toolkit.memory.rules import get_release, sglang_versions
 from toolkit.policies import PREFILL_BACKEND_KEY, PolicyFacts, gated, ungated
-from toolkit.prefill.guards import GUARDS, GuardFacts, first_blocked, fitting_buckets
+from toolkit.prefill.guards import GUARDS, first_blocked, fitting_buckets
 from toolkit.settings import Backend
 
 VERSIONS = sglang_versions()
@@ -24,21 +24,6 @@ GIB = 1 << 30
 
 # --- guards and gate ----------------------------------------------------------------------------------------
 
-FINE = GuardFacts(
-    backend=Backend.BREAKABLE,
-    role="target",
-    draft_forced=True,
-    eagle_target=False,
-    lora_unsupported=False,
-    is_language_model=True,
-    buckets=(4, 8, 2048),
-    capture_requests=4096,
-    context_length=4096,
-    capture_tokens=4096 * 4096,
-    has_layers=True,
-    num_layers=4,
-    num_attention_layers=4,
-)
 GUARD_CASES: dict[str, dict[str, Any]] = {
     "disabled_target": {"backend": Backend.DISABLED},
     "disabled_draft": {"backend": Backend.DISABLED, "role": "draft"},

@@ -54,8 +54,8 @@ class _Recorder(TorchDispatchMode):
         if self._workspace_bytes is not None and (nbytes := self._workspace_bytes(func, args)):
             self._end(self._begin(nbytes))
         result = func(*args, **kwargs)
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._alive:
                 self._watch(storage)
@@ -126,14 +126,15 @@ def _name(func: Any) -> str:
     return str(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else ""
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in the arguments or the result of an operator, however they are nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 # --- every bucket from a few traces -------------------------------------------------------------------------

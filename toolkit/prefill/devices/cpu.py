@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.errors import CaptureError
 from toolkit.memory.allocator import AllocatorOutOfMemory, Block, CachingAllocator
+from toolkit.memory.trace import tensors_in
 from toolkit.prefill.attention import declared_workspace_bytes
 from toolkit.prefill.devices.base import Pool
 from toolkit.prefill.devices.common import frozen_gc, rows_by_pool
@@ -293,8 +294,8 @@ class CpuDevice:
         return self._pool.key if self._pool is not None else "default"
 
     def _charge_outputs(self, result: Any, inputs: Any) -> None:
-        given = {id(tensor.untyped_storage()) for tensor in _tensors(inputs)}
-        for tensor in _tensors(result):
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in(inputs)}
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if id(storage) not in given:
                 self._charge_storage(storage, self._pool_key)
@@ -336,13 +337,3 @@ class CpuDevice:
 
 def _pool_name(pool: Any) -> str:
     return "default" if pool in ((0, 0), "default") else str(pool)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

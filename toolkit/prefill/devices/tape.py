@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from toolkit.errors import CaptureError
+from toolkit.memory.trace import tensors_in
 
 _HOST_READS = frozenset(
     {
@@ -85,7 +86,7 @@ class Tape:
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Add one call that has just run. Raises CaptureError for a call whose result the host reads."""
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        inputs = [*_tensors_in(args), *_tensors_in(kwargs)]
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
         if getattr(function, "is_view", False) and not any(self._is_variable(tensor) for tensor in inputs):
             return  # a view of static tensors has a static address itself: a constant, not a call
         call = _Call(
@@ -162,17 +163,7 @@ def check_capturable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _has_mask_index(args: tuple[Any, ...]) -> bool:
-    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors_in(args[1]))
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
-    return []
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
 
 
 class _Writer:
