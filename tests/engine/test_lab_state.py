@@ -224,6 +224,7 @@ def test_a_closed_lab_is_freed_with_its_widgets(runs_dir: Path) -> None:
     del made
     gc.collect()
     assert state() is None
+    assert Lab(device="cpu").view is not None  # what was closed was that Lab's alone
 
 
 def test_an_older_run_stays_in_sight_while_another_one_runs(lab: Make) -> None:

@@ -68,8 +68,10 @@ def sheet_style() -> Iterator[None]:
         try:
             yield
         finally:
-            # Only what is still ours: a person's cell may have set something meanwhile, on another thread.
-            mpl.rcParams.update({key: before[key] for key in before if mpl.rcParams[key] == ours[key] != before[key]})
+            # Only what is still ours: a person's cell may have set something meanwhile, on another thread. Not the
+            # backend: reading it chooses one.
+            keys = [key for key in before if key != "backend"]
+            mpl.rcParams.update({key: before[key] for key in keys if mpl.rcParams[key] == ours[key] != before[key]})
 
 
 def new_sheet(

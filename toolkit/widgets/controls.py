@@ -18,7 +18,6 @@ from toolkit.widgets.state import REFUSED, LabState
 
 POLICY_LABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
 _LABEL = {"description_width": "128px"}
-_WIDE = w.Layout(width="98%", max_width="560px")
 
 
 def pick_view(state: LabState) -> w.Widget:
@@ -72,13 +71,13 @@ def _model(state: LabState) -> list[w.Widget]:
         tooltip="A catalogue id (type to search), a hub id org/name, or the path of a folder, config or .gguf file",
         continuous_update=False,
         style=_LABEL,
-        layout=_WIDE,
+        layout=_wide(),
     )
     device = w.Dropdown(
         options=[(option.label, option.value) for option in state.devices],
         description="Device",
         style=_LABEL,
-        layout=_WIDE,
+        layout=_wide(),
     )
     capacity = w.BoundedFloatText(
         description="its memory (GiB)",
@@ -159,7 +158,7 @@ def _graph(state: LabState) -> list[w.Widget]:
         layout=w.Layout(width="240px"),
     )
     own = w.Text(
-        description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=_LABEL, layout=_WIDE
+        description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=_LABEL, layout=_wide()
     )
     for name, widget in (("backend", backend), ("policy", policy), ("ladder", ladder)):
         bind(state, name, widget)
@@ -213,6 +212,11 @@ def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], An
 
     button.on_click(pressed)
     return _named(button, name.lower())
+
+
+def _wide() -> w.Layout:
+    """One for each widget: a layout is closed with the widget that has it."""
+    return w.Layout(width="98%", max_width="560px")
 
 
 def _named(widget: w.Widget, name: str) -> w.Widget:

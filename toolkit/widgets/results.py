@@ -21,7 +21,6 @@ from toolkit.widgets.panels import PANELS, panel_html, runs_html, verdict_html
 from toolkit.widgets.state import LabState
 
 _LABEL = {"description_width": "128px"}
-_FULL = w.Layout(width="99%")
 _LARGEST_LINK_BYTES = 4_000_000
 
 
@@ -37,7 +36,9 @@ class ResultsView:
             options=list(PANELS), description="Show", style={**_LABEL, "button_width": "auto"}
         )
         self.choice.add_class("plab-show")
-        self.bucket = w.SelectionSlider(options=[("n/a", 0)], description="Bucket (tokens)", style=_LABEL, layout=_FULL)
+        self.bucket = w.SelectionSlider(
+            options=[("n/a", 0)], description="Bucket (tokens)", style=_LABEL, layout=_full()
+        )
         self.bucket.add_class("plab-bucket")
         self.bucket_words = _html("plab-bucket-words")
         self._painter = Painter(self._draw)
@@ -47,7 +48,7 @@ class ResultsView:
         state.observe(self._show_bucket, "num_tokens")
         self._record_changed()
         parts = [self.verdict, self.choice, self.panel, self.bucket, self.bucket_words]
-        self.box = w.VBox([*parts, _runs_view(state), _keep_view(state)], layout=_FULL)
+        self.box = w.VBox([*parts, _runs_view(state), _keep_view(state)], layout=_full())
 
     def _record_changed(self, _: object = None) -> None:
         record = self._state.record
@@ -81,8 +82,8 @@ def _runs_view(state: LabState) -> w.Widget:
     """The table of runs, which of them is shown, and which is laid over it."""
     quiet = Quiet()
     table = _html("plab-runs")
-    first = w.Dropdown(description="Run shown (A)", style=_LABEL, layout=_FULL)
-    second = w.Dropdown(description="Laid over it (B)", style=_LABEL, layout=_FULL)
+    first = w.Dropdown(description="Run shown (A)", style=_LABEL, layout=_full())
+    second = w.Dropdown(description="Laid over it (B)", style=_LABEL, layout=_full())
     again = w.Button(description="Look again", icon="refresh", tooltip="Read the folder of runs again")
     first.add_class("plab-run-a")
     second.add_class("plab-run-b")
@@ -110,7 +111,7 @@ def _runs_view(state: LabState) -> w.Widget:
     state.observe(show_table, "runs")
     show()
     show_table()
-    return w.VBox([w.HTML("<h3>Runs</h3>"), first, second, table, again], layout=_FULL)
+    return w.VBox([w.HTML("<h3>Runs</h3>"), first, second, table, again], layout=_full())
 
 
 def _keep_view(state: LabState) -> w.Widget:
@@ -129,7 +130,7 @@ def _keep_view(state: LabState) -> w.Widget:
             link.value = f'<span role="alert">{markup.safe(error)}</span>'
 
     button.on_click(export)
-    return w.VBox([w.HTML("<h3>Keep</h3>"), w.HBox([kind, button]), link], layout=_FULL)
+    return w.VBox([w.HTML("<h3>Keep</h3>"), w.HBox([kind, button]), link], layout=_full())
 
 
 def _download(path: Path) -> str:
@@ -147,7 +148,12 @@ def _run_name(record: RunRecord) -> str:
     return f"{record.id}: {', '.join(names)}, {record.outcome}, {len(record.buckets)} buckets"
 
 
+def _full() -> w.Layout:
+    """One for each widget: a layout is closed with the widget that has it."""
+    return w.Layout(width="99%")
+
+
 def _html(name: str) -> w.HTML:
-    shown = w.HTML(layout=_FULL)
+    shown = w.HTML(layout=_full())
     shown.add_class(name)
     return shown
