@@ -222,8 +222,7 @@ def test_a_closed_lab_is_freed_with_its_widgets(runs_dir: Path) -> None:
     state = weakref.ref(made.state)
     made.close()
     del made
-    gc.collect()
-    assert state() is None
+    until(lambda: gc.collect() is not None and state() is None)  # a thread that draws may hold it a moment longer
     assert Lab(device="cpu").view is not None  # what was closed was that Lab's alone
 
 
