@@ -14,10 +14,10 @@ from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, MIN_DEVICE_GIB, 
 from toolkit.views import markup
 from toolkit.widgets.binding import bind
 from toolkit.widgets.panels import preview_html, snippets_html
+from toolkit.widgets.parts import LABEL, html, named
 from toolkit.widgets.state import REFUSED, LabState
 
-POLICY_LABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
-_LABEL = {"description_width": "128px"}
+POLICYLABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
 
 
 def pick_view(state: LabState) -> w.Widget:
@@ -41,7 +41,7 @@ def act_view(state: LabState) -> w.Widget:
     clear = _button("Clear", "eraser", "", "Show nothing; runs stay in the folder", state.clear, state)
     bar = w.IntProgress(min=0, max=1, layout=w.Layout(width="260px"))
     bar.add_class("plab-bar")
-    doing, message = _html("plab-activity"), _html("plab-message")
+    doing, message = html("activity"), html("message")
 
     def show_activity(_: object = None) -> None:
         now = state.activity
@@ -70,13 +70,13 @@ def _model(state: LabState) -> list[w.Widget]:
         placeholder="catalogue id, hub id or path",
         tooltip="A catalogue id (type to search), a hub id org/name, or the path of a folder, config or .gguf file",
         continuous_update=False,
-        style=_LABEL,
+        style=LABEL,
         layout=_wide(),
     )
     device = w.Dropdown(
         options=[(option.label, option.value) for option in state.devices],
         description="Device",
-        style=_LABEL,
+        style=LABEL,
         layout=_wide(),
     )
     capacity = w.BoundedFloatText(
@@ -85,14 +85,14 @@ def _model(state: LabState) -> list[w.Widget]:
         min=MIN_DEVICE_GIB,
         max=MAX_DEVICE_GIB,
         step=1,
-        style=_LABEL,
+        style=LABEL,
         layout=w.Layout(width="240px"),
     )
     bind(state, "model", model)
     bind(state, "device", device)
     bind(state, "device_memory_gib", capacity)
     _enable(state, capacity, "device", lambda: state.device == "cpu")
-    return [_named(model, "model"), _named(device, "device"), _named(capacity, "capacity")]
+    return [named(model, "model"), named(device, "device"), named(capacity, "capacity")]
 
 
 def _memory(state: LabState) -> list[w.Widget]:
@@ -103,21 +103,21 @@ def _memory(state: LabState) -> list[w.Widget]:
         max=0.98,
         step=0.001,
         readout_format=".3f",
-        style=_LABEL,
+        style=LABEL,
         layout=w.Layout(width="98%", max_width="560px"),
     )
     leave = w.ToggleButtons(
         options=[("as the fraction leaves it", False), ("exactly", True)],
         description="Free memory",
         tooltips=["The KV pool takes its fraction", "The KV pool is sized so that this much is left"],
-        style={**_LABEL, "button_width": "auto"},
+        style={**LABEL, "button_width": "auto"},
     )
     free = w.BoundedFloatText(
         description="GiB left free",
         min=0.001,
         max=MAX_DEVICE_GIB,
         step=0.01,
-        style=_LABEL,
+        style=LABEL,
         layout=w.Layout(width="240px"),
     )
     bind(state, "auto_fraction", auto)
@@ -128,7 +128,7 @@ def _memory(state: LabState) -> list[w.Widget]:
     for widget in (auto, slider):
         _enable(state, widget, "leave_exactly", lambda: not state.leave_exactly)
     _enable(state, free, "leave_exactly", lambda: state.leave_exactly)
-    return [_named(slider, "fraction"), _named(auto, "auto"), _named(leave, "leave"), _named(free, "free")]
+    return [named(slider, "fraction"), named(auto, "auto"), named(leave, "leave"), named(free, "free")]
 
 
 def _graph(state: LabState) -> list[w.Widget]:
@@ -136,29 +136,29 @@ def _graph(state: LabState) -> list[w.Widget]:
         options=[kind.value for kind in Backend],
         description="Prefill backend",
         tooltips=["Nobody chooses: the old gate applies", *["Chosen by hand: bypasses the old gate"] * 3, "No capture"],
-        style={**_LABEL, "button_width": "auto"},
+        style={**LABEL, "button_width": "auto"},
     )
     policy = w.ToggleButtons(
-        options=[(POLICY_LABELS.get(name, name), name) for name in POLICIES],
+        options=[(POLICYLABELS.get(name, name), name) for name in POLICIES],
         description="Policy",
         tooltips=[str(policy.__doc__).splitlines()[0] for policy in POLICIES.values()],
-        style={**_LABEL, "button_width": "auto"},
+        style={**LABEL, "button_width": "auto"},
     )
     ladder = w.ToggleButtons(
         options=[("server default", "default"), ("up to a ceiling", "ceiling"), ("own", "own")],
         description="Ladder",
-        style={**_LABEL, "button_width": "auto"},
+        style={**LABEL, "button_width": "auto"},
     )
     ceiling = w.BoundedIntText(
         description="ceiling (tokens)",
         min=4,
         max=MAX_BUCKET_TOKENS,
         step=64,
-        style=_LABEL,
+        style=LABEL,
         layout=w.Layout(width="240px"),
     )
     own = w.Text(
-        description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=_LABEL, layout=_wide()
+        description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=LABEL, layout=_wide()
     )
     for name, widget in (("backend", backend), ("policy", policy), ("ladder", ladder)):
         bind(state, name, widget)
@@ -167,11 +167,11 @@ def _graph(state: LabState) -> list[w.Widget]:
     _enable(state, ceiling, "ladder", lambda: state.ladder == "ceiling")
     _enable(state, own, "ladder", lambda: state.ladder == "own")
     names = ("backend", "policy", "ladder", "ceiling", "own")
-    return [_named(widget, name) for widget, name in zip((backend, policy, ladder, ceiling, own), names, strict=True)]
+    return [named(widget, name) for widget, name in zip((backend, policy, ladder, ceiling, own), names, strict=True)]
 
 
 def _preview(state: LabState) -> w.Widget:
-    shown = _html("plab-preview")
+    shown = html("preview")
 
     def show(_: object = None) -> None:
         shown.value = preview_html(state.preview)
@@ -183,7 +183,7 @@ def _preview(state: LabState) -> w.Widget:
 
 def _snippets(state: LabState) -> w.Widget:
     """The settings as code."""
-    shown = _html("plab-snippets")
+    shown = html("snippets")
 
     def show(_: object = None) -> None:
         shown.value = snippets_html(state.preview)
@@ -211,21 +211,9 @@ def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], An
             state.message = str(error)
 
     button.on_click(pressed)
-    return _named(button, name.lower())
+    return named(button, name.lower())
 
 
 def _wide() -> w.Layout:
     """One for each widget: a layout is closed with the widget that has it."""
     return w.Layout(width="98%", max_width="560px")
-
-
-def _named(widget: w.Widget, name: str) -> w.Widget:
-    """A class by which style sheets and tests find the widget."""
-    widget.add_class(f"plab-{name}")
-    return widget
-
-
-def _html(name: str) -> w.HTML:
-    shown = w.HTML(layout=w.Layout(width="calc(100% - 4px)"))
-    shown.add_class(name)
-    return shown

@@ -14,11 +14,11 @@ from toolkit.widgets.binding import bind
 from toolkit.widgets.forecast_state import ForecastState
 from toolkit.widgets.painter import Painter
 from toolkit.widgets.panels import figure_html
+from toolkit.widgets.parts import LABEL, html
 
 if TYPE_CHECKING:
     from toolkit.forecast.plan import Plan
 
-_LABEL = {"description_width": "128px"}
 _RANKS = [2**power for power in range(MAX_TP.bit_length())]
 
 
@@ -27,19 +27,19 @@ class ForecastPanel:
 
     def __init__(self, state: ForecastState) -> None:
         self._state = state
-        gpu = w.Dropdown(options=list(state.gpus), description="Forecast for", style=_LABEL)
-        ranks = w.Dropdown(options=_RANKS, description="tp (ranks)", style=_LABEL)
+        gpu = w.Dropdown(options=list(state.gpus), description="Forecast for", style=LABEL)
+        ranks = w.Dropdown(options=_RANKS, description="tp (ranks)", style=LABEL)
         gpu.add_class("plab-gpu")
         ranks.add_class("plab-tp")
         bind(state, "gpu", gpu)
         bind(state, "tp", ranks)
-        self.words = _html("plab-forecast")
-        self.figure = _html("plab-forecast-figure")
+        self.words = html("forecast")
+        self.figure = html("forecast-figure")
         self.shown = w.Checkbox(
             description="show the forecast (no such card is needed)", indent=False, layout=w.Layout(width="99%")
         )
         self.shown.add_class("plab-forecast-show")
-        self.foretold = _html("plab-foretold")
+        self.foretold = html("foretold")
         self._foretell = w.Button(
             description="Forecast the run shown",
             icon="balance-scale",
@@ -135,9 +135,3 @@ def plan_words(plan: Plan | None, problem: str) -> str:
         rows["how sure"] = plan.forecast.notes[0]
     cells = "".join(f'<tr><th scope="row">{markup.safe(k)}</th><td>{markup.safe(v)}</td></tr>' for k, v in rows.items())
     return f'<table class="says"><tbody>{cells}</tbody></table>'
-
-
-def _html(name: str) -> w.HTML:
-    shown = w.HTML(layout=w.Layout(width="100%"))
-    shown.add_class(name)
-    return shown

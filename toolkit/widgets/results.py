@@ -18,9 +18,9 @@ from toolkit.views.files import shown_path
 from toolkit.widgets.binding import Quiet
 from toolkit.widgets.painter import Painter
 from toolkit.widgets.panels import PANELS, panel_html, runs_html, verdict_html
+from toolkit.widgets.parts import LABEL, html
 from toolkit.widgets.state import LabState
 
-_LABEL = {"description_width": "128px"}
 _LARGEST_LINK_BYTES = 4_000_000
 
 
@@ -30,17 +30,15 @@ class ResultsView:
     def __init__(self, state: LabState) -> None:
         self._state = state
         self._quiet = Quiet()
-        self.verdict = _html("plab-verdict")
-        self.panel = _html("plab-panel")
-        self.choice = w.ToggleButtons(
-            options=list(PANELS), description="Show", style={**_LABEL, "button_width": "auto"}
-        )
+        self.verdict = html("verdict")
+        self.panel = html("panel")
+        self.choice = w.ToggleButtons(options=list(PANELS), description="Show", style={**LABEL, "button_width": "auto"})
         self.choice.add_class("plab-show")
         self.bucket = w.SelectionSlider(
-            options=[("n/a", 0)], description="Bucket (tokens)", style=_LABEL, layout=_full()
+            options=[("n/a", 0)], description="Bucket (tokens)", style=LABEL, layout=_full()
         )
         self.bucket.add_class("plab-bucket")
-        self.bucket_words = _html("plab-bucket-words")
+        self.bucket_words = html("bucket-words")
         self._painter = Painter(self._draw)
         self.choice.observe(lambda _: self._painter.ask(now=True), "value")
         self.bucket.observe(self._bucket_moved, "value")
@@ -81,9 +79,9 @@ class ResultsView:
 def _runs_view(state: LabState) -> w.Widget:
     """The table of runs, which of them is shown, and which is laid over it."""
     quiet = Quiet()
-    table = _html("plab-runs")
-    first = w.Dropdown(description="Run shown (A)", style=_LABEL, layout=_full())
-    second = w.Dropdown(description="Laid over it (B)", style=_LABEL, layout=_full())
+    table = html("runs")
+    first = w.Dropdown(description="Run shown (A)", style=LABEL, layout=_full())
+    second = w.Dropdown(description="Laid over it (B)", style=LABEL, layout=_full())
     again = w.Button(description="Look again", icon="refresh", tooltip="Read the folder of runs again")
     first.add_class("plab-run-a")
     second.add_class("plab-run-b")
@@ -116,9 +114,9 @@ def _runs_view(state: LabState) -> w.Widget:
 
 def _keep_view(state: LabState) -> w.Widget:
     """Export of the run shown: a file in the folder of runs, and a link to download it."""
-    kind = w.Dropdown(options=list(EXPORTS), description="Export", style=_LABEL)
+    kind = w.Dropdown(options=list(EXPORTS), description="Export", style=LABEL)
     button = w.Button(description="Export", icon="save", tooltip="Write the run shown to a file")
-    link = _html("plab-export-link")
+    link = html("export-link")
     kind.add_class("plab-export-kind")
     button.add_class("plab-export")
 
@@ -151,9 +149,3 @@ def _run_name(record: RunRecord) -> str:
 def _full() -> w.Layout:
     """One for each widget: a layout is closed with the widget that has it."""
     return w.Layout(width="99%")
-
-
-def _html(name: str) -> w.HTML:
-    shown = w.HTML(layout=_full())
-    shown.add_class(name)
-    return shown

@@ -103,7 +103,6 @@ class LabState(HasTraits):
         self.pick(**settings)
         if self.device == "cpu" and not {"max_tokens", "buckets", "chunked_prefill_size"} & settings.keys():
             self.change(ladder="ceiling", max_tokens=CPU_CEILING)
-        self._show_preview()
         self.find_runs()
 
     # --- what is picked ---------------------------------------------------------------------------------------
@@ -115,9 +114,9 @@ class LabState(HasTraits):
         """
         controls = controls_for(settings)
         known = [option.value for option in self.devices]
-        if controls.get("device") in ("auto", "cuda"):
-            gpus = [value for value in known if value.startswith("cuda")]
-            controls["device"] = (gpus or ([controls["device"]] if controls["device"] == "cuda" else known))[0]
+        meant = {"auto": known[0], "cuda": next((value for value in known if value.startswith("cuda")), "cuda")}
+        if "device" in controls:
+            controls["device"] = meant.get(controls["device"], controls["device"])
         if controls.get("device", known[0]) not in known:
             raise InvalidInput(
                 f"device {controls['device']!r} is not on this machine", f"devices are {', '.join(known)}"
