@@ -277,7 +277,7 @@ def _verdict(settings: CaptureSettings, sizes: Sizes | None, free_gib: float | N
         return True, "skips: the prefill graph is disabled by hand"
     if free_gib is None or sizes is None:
         return None, "n/a: there is no free memory before the capture, or it is not known"
-    decision = get_policy(settings.policy)(PolicyFacts(free_gib, settings.locked_keys, sizes.buckets))
+    decision = get_policy(settings.policy).decide(PolicyFacts(free_gib, settings.locked_keys, sizes.buckets))
     forecast = settings.free_memory_gib is None
     gate_decides = decision.code in ("gate_low_memory", "gate_passed")
     # The forecast is what is free at most: what it leaves out can only push it under the gate.

@@ -141,7 +141,7 @@ def _graph(state: LabState) -> list[w.Widget]:
     policy = w.ToggleButtons(
         options=[(POLICYLABELS.get(name, name), name) for name in POLICIES],
         description="Policy",
-        tooltips=[str(policy.__doc__).splitlines()[0] for policy in POLICIES.values()],
+        tooltips=[policy.summary for policy in POLICIES.values()],
         style={**LABEL, "button_width": "auto"},
     )
     ladder = w.ToggleButtons(
