@@ -28,9 +28,17 @@ MAX_ASSUMED_TOKENS = 1 << 24
 class Speed(Protocol):
     """A timed bucket, as in a RunRecord: median milliseconds of `num_tokens` tokens, eager and replayed."""
 
-    num_tokens: int
-    eager_ms: float
-    replay_ms: float
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the bucket, all of them used."""
+
+    @property
+    def eager_ms(self) -> float:
+        """Eager, in milliseconds."""
+
+    @property
+    def replay_ms(self) -> float:
+        """Replayed, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,10 @@ class CostModel:
         Eager takes at least as long as a replay of `launch_tokens`, because the host cannot launch faster, and always
         `residual_tokens` more than a replay without padding. The defaults are read off public PR wejoncy/sfllm#46 for
         one 4B model; a host or a model with more launches per token has a higher `launch_tokens` (a 1T MoE at tp 4
-        gained from padding 6940 tokens to 8192, public PR sgl-project/sglang#31203). Measure yours with
-        `prefill-lab capture`.
+        gained from padding 6940 tokens to 8192, public PR sgl-project/sglang#31203). They are of full graphs:
+        breakable ones leave attention to the host and save a smaller share (public PR sgl-project/sglang-omni#1398:
+        16.8 against 22.5 ms), which `replay_tokens` expresses; it does not change which ladder is cheapest. Measure
+        yours with `prefill-lab capture`.
 
         Raises:
             InvalidInput: a value is negative or absurdly large.
@@ -103,7 +113,7 @@ class CostModel:
         # Two knots at one place would have no slope between them.
         knots = ((float(meets), floor), (meets + 1.0, floor + 1.0))
         eager = Curve(((0.0, floor), *knots) if meets else knots)
-        origin = "defaults read off public PR wejoncy/sfllm#46, one 4B model"
+        origin = "defaults read off public PR wejoncy/sfllm#46, one 4B model with full graphs"
         chosen = (launch_tokens, replay_tokens, residual_tokens) != (LAUNCH_TOKENS, REPLAY_TOKENS, RESIDUAL_TOKENS)
         return cls(
             eager,
@@ -163,11 +173,14 @@ class LadderLaw:
         return self.check(tuple(ladder)) if self.check is not None and ladder else self.fitted(ladder)
 
     @classmethod
-    def from_steps(cls, steps: Sequence[tuple[int, float]], source: str, once: float = 0.0) -> LadderLaw:
+    def from_steps(
+        cls, steps: Sequence[tuple[int, float]], source: str, *, once: float = 0.0, grows: bool = True
+    ) -> LadderLaw:
         """Fitted to what each bucket of one capture took, in order of capture, largest first.
 
-        What the first bucket took beyond the others' line is taken to grow with its tokens: one capture shows one
-        ceiling only. `once` is added whatever the ladder.
+        One capture shows one ceiling only. What its first bucket took beyond the others' line is taken to grow with
+        that bucket's tokens, as the pool does, or, without `grows`, to be the same for every ladder, as compiling is.
+        `once` is added whatever the ladder.
 
         Raises:
             InvalidInput: no bucket was captured.
@@ -175,12 +188,13 @@ class LadderLaw:
         if not steps:
             raise InvalidInput("no bucket has a figure for what it took", "a run that captured at least one bucket")
         (first, took), rest = steps[0], steps[1:]
-        per_bucket, per_token = _fit(rest) if rest else (0.0, 0.0)
+        per_bucket, per_token = fit_line(rest) if rest else (0.0, 0.0)
         beyond = max(took - per_bucket - per_token * first, 0.0)
-        return cls(Curve.line(once, beyond / first), per_bucket, per_token, source)
+        largest = Curve.line(once, beyond / first) if grows else Curve.line(once + beyond, 0.0)
+        return cls(largest, per_bucket, per_token, source)
 
 
-def _fit(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def fit_line(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """The line a + b * tokens with a and b not negative that is closest to what the steps took."""
     tokens, took = (np.array(part, dtype=np.float64) for part in zip(*steps, strict=True))
     flat, slope = max(float(took.mean()), 0.0), max(float((tokens * took).sum() / (tokens**2).sum()), 0.0)

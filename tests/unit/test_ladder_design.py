@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder import choose_bucket, exceeds_replay_limit, generate_prefill_buckets
+from toolkit.ladder_choice import MAX_CANDIDATES, Limits, candidate_buckets
 from toolkit.ladder_coverage import cover
-from toolkit.ladder_design import MAX_CANDIDATES, Limits, candidate_buckets, design
+from toolkit.ladder_design import design
 from toolkit.ladder_models import CostModel, Curve, LadderLaw
 from toolkit.ladder_solver import Budget, solve
 
