@@ -2,7 +2,8 @@
 
     import toolkit
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
-    records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+    records = toolkit.compare(policies=["gated", "budgeted"], free_memory_gib=0.02)
+    toolkit.compare_policies(records)  # side by side, with prefill time over a mix of prompts
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
     design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
@@ -37,11 +38,13 @@ __all__ = [
     "LadderDesign",
     "Plan",
     "PlanSettings",
+    "PolicyComparison",
     "RunRecord",
     "RunStore",
     "__version__",
     "capture",
     "compare",
+    "compare_policies",
     "design_ladder",
     "generate_prefill_buckets",
     "plan",
@@ -54,8 +57,10 @@ _HOMES = {
     "LadderDesign": "toolkit.ladder_design",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
+    "PolicyComparison": "toolkit.views.comparison",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
+    "compare_policies": "toolkit.views.comparison",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 
