@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import InvalidInput
@@ -41,6 +41,7 @@ def test_a_prompt_runs_as_full_chunks_and_a_rest(tokens: int, chunk: int, prefil
     assert chunk_lengths(tokens, chunk) == prefills
 
 
+@settings(deadline=None)
 @given(st.integers(1, MAX_TOKENS), st.integers(1, MAX_TOKENS))
 def test_chunks_add_up_to_the_prompt(tokens: int, chunk: int) -> None:
     prefills = chunk_lengths(tokens, chunk)
@@ -62,6 +63,7 @@ def test_prompts_are_split_and_logged_prefills_are_not() -> None:
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200))
 def test_lengths_are_counted(lengths: list[int]) -> None:
     import numpy as np
@@ -130,6 +132,13 @@ def test_a_csv_is_read_whatever_its_shape(text: str, counts: dict[int, int]) -> 
     assert found.counts == counts
     assert found.kind == "prompts"
     assert "CSV" in found.source
+
+
+@pytest.mark.parametrize("name", ["prefill_tokens", "num_tokens", "Extend Tokens"])
+def test_a_column_of_prefills_is_not_split_into_chunks(name: str) -> None:
+    found = _read(f"{name},count\n5000,2\n")
+    assert found.kind == "prefills"
+    assert found.prefills(4096) == {5000: 2}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +222,7 @@ def test_what_is_neither_csv_nor_log_is_refused(text: str) -> None:
         _read(text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=400))
 def test_any_text_is_a_traffic_or_refused_in_one_line(text: str) -> None:
     try:
