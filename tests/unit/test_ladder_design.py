@@ -228,6 +228,8 @@ def test_many_sizes_are_thinned_and_the_design_says_so() -> None:
     assert not made.exact
     assert len(made.ladder) <= 58
     assert made.gain > 0
+    # By the assumed costs long prefills gain nothing from padding; who relies on that is told.
+    assert any("run eager that replay with the default ladder" in note for note in made.notes)
 
 
 def test_a_sum_budget_holds_for_many_sizes() -> None:

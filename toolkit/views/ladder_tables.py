@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -12,6 +13,9 @@ from toolkit.ladder_coverage import Coverage
 from toolkit.ladder_design import LadderDesign
 from toolkit.views.frames import NA, memory_words, seconds_words
 from toolkit.views.tables import count, plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _ROWS: tuple[tuple[str, Callable[[Coverage], str]], ...] = (
     ("buckets", lambda one: f"{len(one.ladder)} ({one.buckets_used} used)"),
@@ -52,6 +56,21 @@ def choice_words(made: LadderDesign) -> str:
     return "; ".join((f"within {', '.join(filter(None, asked)) or 'no limit'}", best, rule))
 
 
+def coverage_table(made: Mapping[str, Coverage]) -> pd.DataFrame:
+    """Coverages by name as text, one row each, with the same figures and words as `ladder_view`."""
+    import pandas as pd
+
+    rows = []
+    for name, one in made.items():
+        row = {"ladder": name} | {label.strip(): words(one) for label, words in _ROWS}
+        rows.append(row | {f"mean cost ({one.unit})": _cost(one)})
+    return pd.DataFrame(rows).set_index("ladder")
+
+
+def _cost(one: Coverage) -> str:
+    return f"{one.mean_cost:,.1f}" if one.mean_cost >= 100 else f"{one.mean_cost:,.3f}"
+
+
 def _table(made: LadderDesign) -> Table:
     table = Table(
         title=plain(f"{count(made.proposal.prefills)} prefills from {made.traffic}"),
@@ -64,8 +83,7 @@ def _table(made: LadderDesign) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for label, words in _ROWS:
         table.add_row(label, *(words(one) for one in made.coverages.values()))
-    digits = 1 if made.no_graphs.mean_cost >= 100 else 3
-    costs = (f"{one.mean_cost:,.{digits}f}" for one in made.coverages.values())
+    costs = map(_cost, made.coverages.values())
     table.add_row(f"mean cost of a prefill ({made.cost.unit})", *costs)
     gains = (f"{made.default_gain:.1%}", f"{made.proposal_gain:.1%}", NA)
     table.add_row("expected gain over eager", *gains)
