@@ -17,6 +17,8 @@ from toolkit.ladder_models import CostModel
 if TYPE_CHECKING:
     import pandas as pd
 
+_NOTABLE = 0.005
+"""A smaller share of prefills is not worth a note."""
 NO_GRAPH_FLAG = "--disable-prefill-cuda-graph"
 
 
@@ -201,9 +203,10 @@ def design(
         seconds = limits.time.of(buckets) if limits.time else None
         return cover(histogram, buckets, cost, replay_limit, memory_gib=memory, capture_s=seconds)
 
+    before, after = coverage(default), coverage(ladder)
     return LadderDesign(
-        default=coverage(default),
-        proposal=coverage(ladder),
+        default=before,
+        proposal=after,
         no_graphs=coverage(()),
         cost=cost,
         limits=limits,
@@ -212,5 +215,16 @@ def design(
         exact=exact,
         histogram=histogram,
         traffic=traffic,
-        notes=tuple(notes),
+        notes=(*notes, *_more_eager(before, after)),
     )
+
+
+def _more_eager(before: Coverage, after: Coverage) -> list[str]:
+    """A word of caution where the proposal gives up replays that the default ladder has."""
+    more = after.eager_share - before.eager_share
+    if more < _NOTABLE:
+        return []
+    return [
+        f"{more:.1%} of prefills run eager that replay with the default ladder: by these costs, and within the limits, "
+        "that is cheaper; measure before you rely on it"
+    ]

@@ -210,6 +210,7 @@ def test_a_report_adds_up(
         assert one.padded_tokens <= sum(use.tokens for use in one.uses)
 
 
+@settings(deadline=None)
 @given(histograms, st.integers(1, 64))
 def test_candidates_hold_every_size(histogram: dict[int, int], step: int) -> None:
     candidates = candidate_buckets(histogram, [], step)
@@ -227,6 +228,8 @@ def test_many_sizes_are_thinned_and_the_design_says_so() -> None:
     assert not made.exact
     assert len(made.ladder) <= 58
     assert made.gain > 0
+    # By the assumed costs long prefills gain nothing from padding; who relies on that is told.
+    assert any("run eager that replay with the default ladder" in note for note in made.notes)
 
 
 def test_a_sum_budget_holds_for_many_sizes() -> None:
@@ -243,6 +246,7 @@ def test_a_sum_budget_holds_for_many_sizes() -> None:
 # --- laws and costs ----------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.floats(0, 5), st.floats(0, 0.01), st.floats(0.001, 0.1))
 def test_a_law_is_found_again_in_what_its_buckets_took(per_bucket: float, per_token: float, pool: float) -> None:
     ladder = [4096, 2048, 1024, 64, 8]
@@ -253,6 +257,7 @@ def test_a_law_is_found_again_in_what_its_buckets_took(per_bucket: float, per_to
     assert law.of(ladder[:3]) == pytest.approx(sum(took[:3]), rel=1e-6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 8192), st.floats(-3, 50)), min_size=1, max_size=30))
 def test_a_fitted_law_never_pays_back(steps: list[tuple[int, float]]) -> None:
     law = LadderLaw.from_steps(steps, "noise")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import InvalidInput
@@ -41,6 +42,7 @@ def test_a_prompt_runs_as_full_chunks_and_a_rest(tokens: int, chunk: int, prefil
     assert chunk_lengths(tokens, chunk) == prefills
 
 
+@settings(deadline=None)
 @given(st.integers(1, MAX_TOKENS), st.integers(1, MAX_TOKENS))
 def test_chunks_add_up_to_the_prompt(tokens: int, chunk: int) -> None:
     prefills = chunk_lengths(tokens, chunk)
@@ -62,6 +64,7 @@ def test_prompts_are_split_and_logged_prefills_are_not() -> None:
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200))
 def test_lengths_are_counted(lengths: list[int]) -> None:
     import numpy as np
@@ -132,6 +135,13 @@ def test_a_csv_is_read_whatever_its_shape(text: str, counts: dict[int, int]) -> 
     assert "CSV" in found.source
 
 
+@pytest.mark.parametrize("name", ["prefill_tokens", "num_tokens", "Extend Tokens"])
+def test_a_column_of_prefills_is_not_split_into_chunks(name: str) -> None:
+    found = _read(f"{name},count\n5000,2\n")
+    assert found.kind == "prefills"
+    assert found.prefills(4096) == {5000: 2}
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -188,18 +198,24 @@ def test_a_log_gives_its_prefills_and_what_became_of_them() -> None:
 
 
 def test_a_long_log_is_not_held_in_memory() -> None:
-    class Endless(io.TextIOBase):
-        """Two hundred thousand lines, of which no more than one exists at a time."""
+    class Long(io.TextIOBase):
+        """A log of which no more than one line exists at a time."""
 
-        left = 200_000
+        left = 20_000
 
         def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
             self.left -= 1
             return LINE.format(tokens=1 + self.left % 7, graph=True) if self.left >= 0 else ""
 
-    found = read_lengths(Endless())
-    assert found.total == 200_000
+    tracemalloc.start()
+    try:
+        found = read_lengths(Long())
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.total == 20_000
     assert set(found.counts) == set(range(1, 8))
+    assert most < 20_000 * len(LINE) / 4
 
 
 def test_a_file_without_line_breaks_is_read_in_pieces() -> None:
@@ -213,6 +229,7 @@ def test_what_is_neither_csv_nor_log_is_refused(text: str) -> None:
         _read(text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=400))
 def test_any_text_is_a_traffic_or_refused_in_one_line(text: str) -> None:
     try:

@@ -18,8 +18,9 @@ MAX_TOKENS = 1 << 31
 MAX_COUNT = 1 << 53
 _LONGEST_LINE = 1 << 16
 """Characters of a line that are read at once: a file without line breaks must not fill memory."""
-_LENGTHS = frozenset(
-    ("length", "lengths", "len", "tokens", "num_tokens", "prompt_tokens", "input_tokens", "prompt_length", "prompt_len")
+_PREFILLS = frozenset(("num_tokens", "new_token", "new_tokens", "prefill_tokens", "extend_tokens"))
+_LENGTHS = _PREFILLS | frozenset(
+    ("length", "lengths", "len", "tokens", "prompt_tokens", "input_tokens", "prompt_length", "prompt_len")
 )
 _COUNTS = frozenset(("count", "counts", "n", "requests", "weight", "frequency", "freq"))
 _WHOLE = re.compile(r"(\d{1,20})(?:\.0{1,20})?")
@@ -86,7 +87,8 @@ def read_lengths(source: Any) -> PromptHistogram:
         source: prompt lengths as a sequence, a Series or an array; a mapping from length to how often; a path or an
             open text file: a CSV of lengths (one column, or length and count, with or without a header), or a server's
             log, of which the `Prefill batch` lines are counted. Files are read line by line. In a CSV, 1,234 without
-            quotes is two columns. A histogram that was read before is returned as it is.
+            quotes is two columns, and a column called prefill_tokens (num_tokens, new_tokens, extend_tokens) holds
+            prefills as they ran, not prompts. A histogram that was read before is returned as it is.
 
     Raises:
         InvalidInput: the file cannot be read or is neither, or a value is no token count; a line is named by number.
@@ -210,13 +212,16 @@ def _is_row(cells: list[str]) -> bool:
 
 def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogram:
     tally, columns = _Tally(), None
+    kind: Kind = "prompts"
     for number, line in enumerate(lines, 1):
         if not line.strip():
             tally.ignored += 1
             continue
         cells = _cells(line, delimiter)
         if columns is None:
-            columns = _columns(cells, f"{name} line {number}")
+            words = _words(cells)
+            columns = _columns(words, f"{name} line {number}")
+            kind = "prefills" if words[columns[0]] in _PREFILLS else "prompts"
             if not _is_row(cells):
                 continue  # the header
         length, count = columns
@@ -225,22 +230,25 @@ def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogra
             raise InvalidInput(f"{where} has {len(cells)} columns", "every line has the columns of the first")
         times = _number(cells[count], where, MAX_COUNT) if count >= 0 else 1
         tally.add(_number(cells[length], where), times)
-    return tally.histogram("prompts", f"{name} (CSV, {tally.used} lines used, {tally.ignored} ignored)")
+    return tally.histogram(kind, f"{name} (CSV, {tally.used} lines used, {tally.ignored} ignored)")
 
 
-def _columns(cells: list[str], where: str) -> tuple[int, int]:
+def _words(cells: list[str]) -> list[str]:
+    return [cell.lower().replace(" ", "_").lstrip("#") for cell in cells]
+
+
+def _columns(words: list[str], where: str) -> tuple[int, int]:
     """Which column holds the length, and which the count (-1: none), from the first line."""
-    words = [cell.lower().replace(" ", "_").lstrip("#") for cell in cells]
     lengths = [place for place, word in enumerate(words) if word in _LENGTHS]
     if lengths:
         return lengths[0], next((place for place, word in enumerate(words) if word in _COUNTS), -1)
-    if len(cells) > 2:
+    if len(words) > 2:
         raise InvalidInput(
-            f"{where} has {len(cells)} columns and none is called a length",
+            f"{where} has {len(words)} columns and none is called a length",
             "one column of lengths, or length and count",
             "name the columns, for example prompt_tokens,count",
         )
-    return 0, len(cells) - 1 if len(cells) == 2 else -1
+    return 0, 1 if len(words) == 2 else -1
 
 
 def _read_log(lines: Iterable[str], name: str) -> PromptHistogram:

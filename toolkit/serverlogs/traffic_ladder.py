@@ -56,7 +56,7 @@ def design_ladder(
         memory: GiB of a ladder, instead of those of `measured` or `plan`.
         time: seconds of a ladder, instead of those of `measured` or `plan`.
         sglang_version: whose replay rule holds. None: that of `plan`, else the newest.
-        step: buckets proposed are multiples of this many tokens.
+        step: buckets proposed are multiples of this many tokens, for example 8 with DeepEP, which rounds them up.
 
     Raises:
         InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes.
