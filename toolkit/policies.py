@@ -119,7 +119,12 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as JSON knows it."""
-        return {**dataclasses.asdict(self), "order": "largest first", "on_oom": self.on_oom.value}
+        lists = {
+            "buckets": list(self.buckets),
+            "trimmed": list(self.trimmed),
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+        }
+        return {**dataclasses.asdict(self), **lists, "order": "largest first", "on_oom": self.on_oom.value}
 
 
 def reserve_gib(free_gib: float, asked: float | None) -> float:

@@ -21,10 +21,13 @@ class Shortfall:
     Attributes:
         more_gib: GiB more that have to be free, so that the whole ladder fits beside the reserve.
         fits: buckets of the longest ladder that fits as it is; empty when none does.
+        pool_gib: GiB that the KV pool has to be asked to shrink by for that; None where nobody knows. It is more,
+            because each of its tensors gives back whole steps only.
     """
 
     more_gib: float
     fits: tuple[int, ...]
+    pool_gib: float | None = None
 
 
 def shortfall(needs: Sequence[LadderNeed], facts: PolicyFacts) -> Shortfall | None:
@@ -83,11 +86,16 @@ def _more_free(fields: Mapping[str, Any], settings: CaptureSettings, short: Shor
         enough = settings.free_memory_gib * 2 if short is None else _rounded_up(settings.free_memory_gib + more)
         why = "" if short is None else f" ({mib_or_gib(more)} more, by the forecast)"
         return [f"leave more free: --free-memory {enough:g}{why}"]
-    lower = _lower_fraction(fields, more)
+    pool = more if short is None or short.pool_gib is None else short.pool_gib
+    lower = _lower_fraction(fields, pool)
     if lower is None:
         return []
-    source = "" if short is None else ", which the forecast says is missing; the KV pool shrinks by as much"
-    return [f"lower the fraction: --mem-fraction {lower:.3f} leaves the capture {mib_or_gib(more)} more{source}"]
+    if short is None:
+        return [f"lower the fraction: --mem-fraction {lower:.3f} leaves the capture {mib_or_gib(more)} more"]
+    return [
+        f"lower the fraction: --mem-fraction {lower:.3f} (by the forecast {mib_or_gib(more)} are missing; the KV pool, "
+        f"whose tensors give back whole steps, shrinks by {mib_or_gib(pool)})"
+    ]
 
 
 def _rounded_up(gib: float) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.catalogue import resolve_model
@@ -156,7 +158,20 @@ class _Run:
             return None
         if result.oom_bucket is None and not result.trimmed:
             return None
-        return shortfall(self._foresee(facts.buckets, facts.fits), facts)
+        short = shortfall(self._foresee(facts.buckets, facts.fits), facts)
+        return short and replace(short, pool_gib=self._pool_share(short.more_gib))
+
+    def _pool_share(self, more_gib: float) -> float | None:
+        """GiB of rows that the KV pool has to lose, so that its tensors, in whole steps, give back so much."""
+        from toolkit.prefill.elastic_kv import pool_bytes, tokens_that_fit
+        from toolkit.prefill.runners import GIB
+
+        assert self.built.runner is not None
+        pool, step = self.built.runner.kv_pool, self.device.backing_step
+        rows = pool.row_bytes
+        room = pool_bytes(rows, pool.num_tokens, step) - math.ceil(more_gib * GIB)
+        kept = tokens_that_fit(rows, room, step, pool.num_tokens)
+        return (pool.num_tokens - kept) * sum(rows) / GIB if kept else None
 
     def _take_capture(self, result: GraphCapture) -> None:
         fields, ledger = self.fields, dict(self.built.ledger or {})
