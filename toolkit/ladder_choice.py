@@ -55,11 +55,6 @@ class Limits:
         pairs = ((self.memory, self.memory_gib), (self.time, self.time_s))
         return [Budget(law, limit) for law, limit in pairs if law is not None and limit is not None]
 
-    def allow(self, ladder: Sequence[int]) -> bool:
-        """Whether a ladder is within every limit."""
-        within = all(budget.law.of(ladder) <= budget.limit for budget in self.budgets)
-        return within and (self.max_buckets is None or len(ladder) <= self.max_buckets)
-
 
 def candidate_buckets(
     histogram: Mapping[int, int], also: Sequence[int], step: int = 1, most: int | None = None

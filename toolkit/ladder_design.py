@@ -142,10 +142,11 @@ class LadderDesign:
     def sentence(self) -> str:
         """The result in one sentence."""
         before, after = self.default, self.proposal
+        change = f"{abs(self.gain):.1%} {'lower' if self.gain >= 0 else 'higher'}"
         return (
             f"{len(after.ladder)} buckets instead of {len(before.ladder)}: eager {after.eager_share:.2%} of prefills "
             f"instead of {before.eager_share:.2%}, padding {after.padded_share:.2%} of computed tokens instead of "
-            f"{before.padded_share:.2%}, expected cost {self.gain:+.1%} saved ({self.cost.unit})"
+            f"{before.padded_share:.2%}, expected cost {change} ({self.cost.unit})"
         )
 
     def __repr__(self) -> str:

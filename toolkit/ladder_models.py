@@ -6,6 +6,7 @@ from a plan or from a measured run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,11 +18,15 @@ from toolkit.errors import InvalidInput
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-# From the pairs and the padding rule of public PR https://github.com/wejoncy/sfllm/pull/46 (Qwen3-4B, 22 requests,
-# full graphs): 129 tokens in a bucket of 160 take 16.613 ms eager and 5.685 ms replayed, 513 in 640 take 16.371 and
-# 13.729. A replay is then 3.0 ms and 0.0168 ms a token, eager is flat and meets it at 800 tokens; 3.0 ms are the work
-# of 180 tokens. That engine pads no more than 16 tokens where launching no longer limits.
-LAUNCH_TOKENS, REPLAY_TOKENS, RESIDUAL_TOKENS = 800, 180, 16
+# From the pairs of public PR https://github.com/wejoncy/sfllm/pull/46 (Qwen3-4B, 22 requests, full graphs): 129 tokens
+# in a bucket of 160 take 16.613 ms eager and 5.685 ms replayed, 513 in 640 take 16.371 and 13.729. A replay is then
+# 3.0 ms and 0.0168 ms a token, eager is flat and meets it at 800 tokens; 3.0 ms are the work of 180 tokens.
+LAUNCH_TOKENS, REPLAY_TOKENS = 800, 180
+# Where launching no longer limits, public figures disagree: graphs off was 4 to 7 % faster on two small cards
+# (sgl-project/sglang#40094), sfllm#46 pads no more than 16 tokens over 1024, and padding 6940 tokens to 8192 still
+# gained 7.7 % for a 1T MoE at tp 4 (sgl-project/sglang#31203). A ladder that pads too much costs a few percent, one
+# that ends too early may cost half, so the choice leans towards replay.
+RESIDUAL_SHARE = 0.05
 MAX_ASSUMED_TOKENS = 1 << 24
 
 
@@ -46,6 +51,13 @@ class Curve:
     """A figure against tokens: straight between its knots, and on with the outermost slopes, never under 0."""
 
     knots: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        at = [tokens for tokens, _ in self.knots]
+        if not at or any(left >= right for left, right in itertools.pairwise(at)):
+            raise InvalidInput(
+                f"knots at {at[:6]} are no curve", "at least one, each at more tokens than the one before"
+            )
 
     @classmethod
     def line(cls, at_zero: float, per_token: float) -> Curve:
@@ -89,39 +101,42 @@ class CostModel:
         cls,
         launch_tokens: int = LAUNCH_TOKENS,
         replay_tokens: int = REPLAY_TOKENS,
-        residual_tokens: int = RESIDUAL_TOKENS,
+        residual_share: float = RESIDUAL_SHARE,
     ) -> CostModel:
         """Costs where nothing was measured, in tokens' worth of work. A replay costs its bucket plus `replay_tokens`.
 
-        Eager takes at least as long as a replay of `launch_tokens`, because the host cannot launch faster, and always
-        `residual_tokens` more than a replay without padding. The defaults are read off public PR wejoncy/sfllm#46 for
-        one 4B model; a host or a model with more launches per token has a higher `launch_tokens` (a 1T MoE at tp 4
-        gained from padding 6940 tokens to 8192, public PR sgl-project/sglang#31203). They are of full graphs:
-        breakable ones leave attention to the host and save a smaller share (public PR sgl-project/sglang-omni#1398:
-        16.8 against 22.5 ms), which `replay_tokens` expresses; it does not change which ladder is cheapest. Measure
-        yours with `prefill-lab capture`.
+        Eager takes at least as long as a replay of `launch_tokens`, because the host cannot launch faster, and where
+        that no longer limits `residual_share` more a token than a replay without padding. The first two defaults are
+        read off public PR wejoncy/sfllm#46 for one 4B model, the third is a choice between public figures that
+        disagree. More layers, or a model spread over more GPUs, have a higher `launch_tokens`. The pairs are of full
+        graphs: breakable ones leave attention to the host and save a smaller share (public PR
+        sgl-project/sglang-omni#1398: 16.8 against 22.5 ms), which `replay_tokens` expresses; it does not change which
+        ladder is cheapest. Measure yours with `prefill-lab capture`.
 
         Raises:
             InvalidInput: a value is negative or absurdly large.
         """
-        values = {"launch": launch_tokens, "replay": replay_tokens, "residual": residual_tokens}
-        for name, value in values.items():
-            if not 0 <= value <= MAX_ASSUMED_TOKENS:
-                raise InvalidInput(f"{name} tokens {value} is out of range", f"0 to {MAX_ASSUMED_TOKENS} tokens")
-        floor = float(replay_tokens + max(launch_tokens, residual_tokens))
-        meets = max(launch_tokens - residual_tokens, 0)
+        for name, value, most in (
+            ("launch tokens", launch_tokens, MAX_ASSUMED_TOKENS),
+            ("replay tokens", replay_tokens, MAX_ASSUMED_TOKENS),
+            ("residual share", residual_share, 10),
+        ):
+            if not 0 <= value <= most:
+                raise InvalidInput(f"{name} {value:g} is out of range", f"0 to {most}")
+        floor, slope = float(replay_tokens + launch_tokens), 1 + residual_share
+        meets = launch_tokens / slope
         # Two knots at one place would have no slope between them.
-        knots = ((float(meets), floor), (meets + 1.0, floor + 1.0))
+        knots = ((meets, floor), (meets + 1, floor + slope))
         eager = Curve(((0.0, floor), *knots) if meets else knots)
-        origin = "defaults read off public PR wejoncy/sfllm#46, one 4B model with full graphs"
-        chosen = (launch_tokens, replay_tokens, residual_tokens) != (LAUNCH_TOKENS, REPLAY_TOKENS, RESIDUAL_TOKENS)
+        chosen = (launch_tokens, replay_tokens, residual_share) != (LAUNCH_TOKENS, REPLAY_TOKENS, RESIDUAL_SHARE)
+        origin = "chosen by hand" if chosen else "read off public PR wejoncy/sfllm#46, one 4B model with full graphs"
         return cls(
             eager,
             Curve.line(float(replay_tokens), 1.0),
             "tokens of work",
-            f"assumed, not measured: eager takes at least the time of a {launch_tokens}-token replay, a replay "
-            f"{replay_tokens} tokens more than its bucket, eager always {residual_tokens} more than a replay of "
-            f"as many tokens ({'chosen by hand' if chosen else origin})",
+            f"assumed, not measured: a replay takes {replay_tokens} tokens more than its bucket, eager at least the "
+            f"time of a replay of {launch_tokens} tokens ({origin}), and {residual_share:.0%} more work than a replay "
+            "of as many tokens",
         )
 
     @classmethod
@@ -160,6 +175,13 @@ class LadderLaw:
     per_token: float
     source: str
     check: Callable[[tuple[int, ...]], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.per_bucket >= 0 and self.per_token >= 0):
+            raise InvalidInput(
+                f"a law with {self.per_bucket:g} a bucket and {self.per_token:g} a token cannot be used",
+                "no bucket gives anything back: both are 0 or more",
+            )
 
     def fitted(self, ladder: Sequence[int]) -> float:
         """The figure by the terms; 0 for no ladder."""

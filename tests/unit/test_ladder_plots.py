@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_a_run_gives_costs_memory_and_time() -> None:
 def test_costs_beyond_what_was_timed_are_said_to_be_extrapolated() -> None:
     made = design_ladder([4000], measured=made_up_record())
     assert any("extrapolated" in note and "4000" in note for note in made.notes)
+
+
+def test_a_log_that_disagrees_with_the_rules_is_remarked_upon() -> None:
+    def log(graph: bool) -> io.StringIO:
+        return io.StringIO(f"Prefill batch, #new-seq: 1, #new-token: 8, #cached-token: 0, cuda graph: {graph}\n")
+
+    assert not any("the log says" in note for note in design_ladder(log(True)).notes)
+    assert any("the log says 0.0% replayed" in note for note in design_ladder(log(False)).notes)
+
+
+def test_without_a_default_ladder_nothing_limits_the_proposal() -> None:
+    assert design_ladder({8: 1, 100: 1}, default=0).ladder == (8, 100)
 
 
 def test_the_oldest_release_has_no_replay_limit() -> None:

@@ -96,7 +96,7 @@ def test_no_traffic_is_refused(source: Any) -> None:
         read_lengths(source)
 
 
-@pytest.mark.parametrize("source", [5, None, 2.5])
+@pytest.mark.parametrize("source", [5, None, 2.5, b"5"])
 def test_one_number_is_no_traffic(source: Any) -> None:
     with pytest.raises(InvalidInput, match="is no traffic"):
         read_lengths(source)
@@ -117,6 +117,7 @@ def test_a_histogram_is_itself() -> None:
         ("length\n5\n7\n", {5: 1, 7: 1}),
         ("prompt_tokens,count\n5,3\n7,1\n", {5: 3, 7: 1}),
         ("5,3\n7,1", {5: 3, 7: 1}),
+        ("a remark, and 5\n5,3\n", {5: 3}),
         ("count;tokens\r\n3;5\r\n1;7\r\n", {5: 3, 7: 1}),
         ("5\t3\n7\t1\n", {5: 3, 7: 1}),
         ("id,prompt_tokens,answer\na,5,x\nb,7,y\n", {5: 1, 7: 1}),
@@ -223,7 +224,9 @@ def test_a_file_without_line_breaks_is_read_in_pieces() -> None:
         _read("x" * 1_000_000)
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "hello\nworld\n", "Prefill batch\n", "\0\0\0", '"', '"a\n"b\n'])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "begin\n[2026] free, 12\n", "hello\nworld\n", "Prefill batch\n", "\0\0\0", '"', '"a\n"b\n']
+)
 def test_what_is_neither_csv_nor_log_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="no `Prefill batch` line and is no CSV"):
         _read(text)

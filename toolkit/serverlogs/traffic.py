@@ -95,6 +95,8 @@ def read_lengths(source: Any) -> PromptHistogram:
     """
     if isinstance(source, PromptHistogram):
         return source
+    if isinstance(source, bytes | bytearray):
+        source = None  # its values are numbers, and none of them is a length
     if isinstance(source, str | PathLike):
         return _read_path(fspath(source))
     if hasattr(source, "readline"):
@@ -189,10 +191,17 @@ def _read_lines(lines: Iterator[str], name: str) -> PromptHistogram:
         if filled == 2:
             break
     every = itertools.chain(head, lines)
-    first = [_cells(line, _delimiter(head)) for line in head if line.strip()]
-    if first and (_is_row(first[0]) or (len(first) > 1 and _is_row(first[1]) and len(first[0]) == len(first[1]))):
+    if _is_csv([_cells(line, _delimiter(head)) for line in head if line.strip()]):
         return _read_csv(every, name, _delimiter(head))
     return _read_log(every, name)
+
+
+def _is_csv(rows: list[list[str]]) -> bool:
+    """Whether the first lines are numbers, or a header: one with a name that is known, or with numbers below it."""
+    if not rows:
+        return False
+    named = not _LENGTHS.isdisjoint(_words(rows[0]))
+    return named or _is_row(rows[0]) or (len(rows) > 1 and _is_row(rows[1]) and len(rows[0]) == len(rows[1]))
 
 
 def _delimiter(lines: list[str]) -> str:
@@ -207,7 +216,7 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _is_row(cells: list[str]) -> bool:
-    return bool(cells) and any(_WHOLE.fullmatch(cell) or _GROUPED.fullmatch(cell) for cell in cells)
+    return bool(cells) and all(_WHOLE.fullmatch(cell) or _GROUPED.fullmatch(cell) for cell in cells)
 
 
 def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogram:

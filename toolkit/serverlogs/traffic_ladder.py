@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from toolkit.forecast.ladder_law import memory_law, time_law
 from toolkit.forecast.plan import Plan
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.ladder_choice import Limits
+from toolkit.ladder_coverage import Coverage
 from toolkit.ladder_design import LadderDesign, design
 from toolkit.ladder_models import CostModel, LadderLaw
 from toolkit.memory.release import get_release
@@ -20,6 +22,8 @@ from toolkit.settings import MAX_BUCKET_TOKENS, check_buckets
 
 DEFAULT_CEILING = 8192
 """Chunk and ceiling of a server on a card of 60 to 160 GiB (data/sglang_rules.json), where nothing else is known."""
+_DISAGREES = 0.02
+"""Shares of replay further apart than this are not explained by the ladder compared with."""
 _PAGE_ROUNDED_UNTIL = (0, 5, 19)
 
 
@@ -46,7 +50,7 @@ def design_ladder(
             a CSV or to a server's log.
         memory_gib: GiB the capture may take at its worst moment; needs `plan`, `measured` or `memory`.
         time_s: seconds the capture may take; needs `plan`, `measured` or `time`.
-        max_buckets: how many buckets there may be. None: as many as the default ladder has.
+        max_buckets: how many buckets there may be. None: as many as the default ladder has, if it has any.
         chunked_prefill_size: tokens of a chunk; longer prompts are split. None: that of `plan`, else no splitting.
         default: the ladder to compare with, as buckets or as a ceiling. None: that of `plan`, else up to the chunk,
             else up to 8192.
@@ -66,7 +70,7 @@ def design_ladder(
     chunk = _chunk(chunked_prefill_size, plan)
     compared = _default(default, chunk, plan)
     limits = Limits(
-        len(compared) if max_buckets is None else max_buckets,
+        (len(compared) or None) if max_buckets is None else max_buckets,
         memory_gib,
         time_s,
         memory or _law(measured, plan, measured_memory, memory_law),
@@ -74,7 +78,7 @@ def design_ladder(
     )
     model = cost or (measured_cost(measured) if measured else None) or CostModel.assumed()
     histogram = traffic.prefills(chunk)
-    return design(
+    made = design(
         histogram,
         compared,
         model,
@@ -85,6 +89,7 @@ def design_ladder(
         notes=_notes(traffic, chunk, model, release.version, histogram),
         step=step,
     )
+    return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
 
 
 def _chunk(given: int | None, plan: Plan | None) -> int | None:
@@ -130,3 +135,14 @@ def _notes(
     if cost.measured_up_to is not None and longest > cost.measured_up_to:
         notes.append(f"costs over {cost.measured_up_to} tokens are extrapolated; the longest prefill has {longest}")
     return notes
+
+
+def _disagreement(traffic: PromptHistogram, default: Coverage) -> list[str]:
+    """Where the server's own count of replays is not what the ladder compared with explains."""
+    said = traffic.replayed + traffic.eager
+    if not said or abs(traffic.replayed / said - default.hit_rate) <= _DISAGREES:
+        return []
+    return [
+        f"the log says {traffic.replayed / said:.1%} replayed, by the ladder compared with it would be "
+        f"{default.hit_rate:.1%}: the server has another ladder (give it as default), or other reasons to run eager"
+    ]
