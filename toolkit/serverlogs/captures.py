@@ -1,0 +1,197 @@
+"""Which capture of which rank a begin, a bar, an end or an error belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from toolkit.serverlogs import events as ev
+from toolkit.serverlogs.events_vllm import VllmGraphFinished
+from toolkit.serverlogs.startup import (
+    MOST_BUCKETS,
+    BucketPoint,
+    Capture,
+    RankLog,
+    Startup,
+    lowest_rank,
+)
+
+_PHASES_OF_BAR = {"prefill": ("prefill",), "compile": ("prefill",), "decode": ("decode", "verify", "extend")}
+_MOST_ERRORS = 8
+
+
+def _begin(startup: Startup, event: ev.CaptureBegin) -> None:
+    log = startup.read_free(event.rank, event.line, f"{_name(event)} begin", event.free_gib)
+    startup.keep(log.captures, Capture(event.rank, event.role, event.phase, begin=event))
+
+
+def _sizes(startup: Startup, event: ev.CaptureSizes) -> None:
+    capture = _open_of(startup, _PHASES_OF_BAR[event.kind], event.rank)
+    if capture is None:
+        log = startup.log_of(event.rank)
+        capture = Capture(event.rank, "target", event.kind)
+        startup.keep(log.captures, capture)
+    capture.sizes = capture.sizes or event
+
+
+def _end(startup: Startup, event: ev.CaptureEnd) -> None:
+    log = startup.read_free(event.rank, event.line, f"{_name(event)} end", event.free_gib)
+    _to_end(startup, log, event).end = event
+
+
+def _to_end(startup: Startup, log: RankLog, event: ev.CaptureEnd) -> Capture:
+    """The capture that an end line ends: its rank's own, else one that only bars told of, else a new one."""
+    for capture in reversed(log.captures):
+        if capture.phase == event.phase and capture.role == event.role and capture.end is None and not capture.skip:
+            return capture
+    bare = startup.ranks.get(ev.Rank(server=event.rank.server)) if event.rank.named else None
+    for capture in reversed(bare.captures if bare else ()):
+        if capture.begin is None and capture.open and capture.phase == event.phase and bare is not None:
+            bare.captures.remove(capture)
+            capture.rank = event.rank
+            startup.keep(log.captures, capture)
+            return capture
+    capture = Capture(event.rank, event.role, event.phase)
+    startup.keep(log.captures, capture)
+    return capture
+
+
+def _bar(startup: Startup, event: ev.BucketBar) -> None:
+    phases = _PHASES_OF_BAR.get(event.kind)
+    if phases is None:
+        return
+    capture = _open_of(startup, phases, event.rank)
+    if capture is None:
+        # The last state of a bar may be printed after the end line.
+        if event.done is not None and event.done == event.total and _any_of(startup, phases):
+            return
+        rank = event.rank if event.rank.named else lowest_rank(list(startup.ranks) or [event.rank])
+        capture = Capture(rank, "target", phases[0])
+        startup.keep(startup.log_of(rank).captures, capture)
+    capture.last_bar = event
+    points = capture.compile_points if event.kind == "compile" else capture.points
+    if event.kind != "compile":
+        capture.total = event.total if event.total is not None else capture.total
+        capture.done = event.done if event.done is not None else capture.done
+    _point(startup, points, event)
+
+
+def _point(startup: Startup, points: list[BucketPoint], event: ev.BucketBar) -> None:
+    """A bar shows every bucket when it begins and again when it is counted as done: one point for both."""
+    last = points[-1] if points else None
+    known = last is not None and (last.bucket == event.bucket if event.bucket is not None else last.done == event.done)
+    if last is not None and known:
+        if event.done is not None and last.done is not None and event.done > last.done and last.ended_s is None:
+            last.ended_s = event.elapsed_s
+        return
+    if event.bucket is None and event.done is not None and event.done == event.total:
+        return  # the finished bar of a kind that names no bucket
+    if len(points) >= MOST_BUCKETS:
+        startup.not_kept += 1
+        return
+    points.append(
+        BucketPoint(
+            event.bucket, event.line, event.free_gib, event.done, event.elapsed_s, remaining_s=event.remaining_s
+        )
+    )
+
+
+def _gate(startup: Startup, event: ev.GateLine) -> None:
+    startup.keep(startup.gates, event)
+    log = startup.read_free(event.rank, event.line, "gate", event.free_gib)
+    startup.keep(log.captures, Capture(event.rank, "target", "prefill", skip=event))
+
+
+def _disable(startup: Startup, event: ev.DisableLine) -> None:
+    startup.keep(startup.disables, event)
+    if event.code not in ("echo", "guard", "flag"):
+        return  # said when the configuration was made, by no rank in particular
+    log, role = startup.log_of(event.rank), event.role or "target"
+    before = log.capture("prefill", role)
+    if before is None or before.outcome != "skipped":
+        startup.keep(log.captures, Capture(event.rank, role, "prefill", skip=event))
+
+
+def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
+    startup.keep(startup.ooms, event)
+    capture = _running(startup, event.rank)
+    if capture is not None and capture.oom is None:
+        capture.oom = event
+
+
+def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
+    startup.keep(startup.failures, event)
+    capture = _running(startup, event.rank, event.phase)
+    if capture is not None and capture.failed is None:
+        capture.failed = event
+
+
+def _error(startup: Startup, event: ev.ErrorLine) -> None:
+    startup.keep(startup.errors, event)
+    capture = _running(startup, event.rank)
+    if capture is not None and len(capture.errors) < _MOST_ERRORS:
+        capture.errors.append(event)
+
+
+def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
+    startup.keep(startup.log_of(event.rank).vllm.finished, event)
+    for capture in _all(startup):
+        if capture.open:
+            capture.finished = event
+
+
+# --- looking for a capture --------------------------------------------------------------------------------------
+
+
+def _open_of(startup: Startup, phases: tuple[str, ...], rank: ev.Rank) -> Capture | None:
+    """The capture that a line without a phase of its own speaks of: of that rank, or of the lowest that captures."""
+    found = [capture for capture in _all(startup) if capture.open and capture.phase in phases]
+    if rank.named:
+        found = [capture for capture in found if capture.rank == rank]
+    lowest = lowest_rank([capture.rank for capture in found])
+    return next((capture for capture in reversed(found) if capture.rank == lowest), None)
+
+
+def _running(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Capture | None:
+    """The capture that an error interrupts: of its rank if it names one, else the last that began.
+
+    A later word of the same failure finds the capture that the first one ended. Once the server is up, an error
+    interrupts no capture, whatever the log left open.
+    """
+    if startup.ready or startup.limits:
+        return None
+    found = [each for each in _all(startup) if each.end is None and each.finished is None and each.skip is None]
+    of_rank = [capture for capture in found if capture.rank == rank] if rank.named else found
+    of_phase = [capture for capture in of_rank if capture.phase == phase]
+    return max(of_phase or of_rank, key=_last_line, default=None)
+
+
+def _last_line(capture: Capture) -> int:
+    return max((*capture.lines, capture.last_bar.line if capture.last_bar else 0))
+
+
+def _any_of(startup: Startup, phases: tuple[str, ...]) -> bool:
+    return any(capture.phase in phases for capture in _all(startup))
+
+
+def _all(startup: Startup) -> Iterator[Capture]:
+    for log in startup.ranks.values():
+        yield from log.captures
+
+
+def _name(event: ev.CaptureBegin | ev.CaptureEnd) -> str:
+    return f"{event.role} {event.phase} capture"
+
+
+CAPTURE_HANDLERS: dict[type[ev.Event], Callable[[Startup, Any], None]] = {
+    ev.CaptureBegin: _begin,
+    ev.CaptureSizes: _sizes,
+    ev.CaptureEnd: _end,
+    ev.BucketBar: _bar,
+    ev.GateLine: _gate,
+    ev.DisableLine: _disable,
+    ev.OutOfMemory: _out_of_memory,
+    ev.CaptureFailed: _failed,
+    ev.ErrorLine: _error,
+    VllmGraphFinished: _vllm_finished,
+}
