@@ -65,7 +65,7 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
         # The last state of a bar may be printed after the end line.
         if event.done is not None and event.done == event.total and _any_of(startup, phases):
             return
-        rank = event.rank if event.rank.named else lowest_rank(list(startup.ranks) or [event.rank])
+        rank = event.rank if _is_rank(startup, event.rank) else lowest_rank(list(startup.ranks) or [event.rank])
         capture = Capture(rank, "target", phases[0])
         startup.keep(startup.log_of(rank).captures, capture)
     capture.last_bar = event
@@ -146,7 +146,7 @@ def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
 def _open_of(startup: Startup, phases: tuple[str, ...], rank: ev.Rank) -> Capture | None:
     """The capture that a line without a phase of its own speaks of: of that rank, or of the lowest that captures."""
     found = [capture for capture in _all(startup) if capture.open and capture.phase in phases]
-    if rank.named:
+    if _is_rank(startup, rank):
         found = [capture for capture in found if capture.rank == rank]
     lowest = lowest_rank([capture.rank for capture in found])
     return next((capture for capture in reversed(found) if capture.rank == lowest), None)
@@ -161,13 +161,20 @@ def _running(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Captu
     if startup.ready or startup.limits:
         return None
     found = [each for each in _all(startup) if each.end is None and each.finished is None and each.skip is None]
-    of_rank = [capture for capture in found if capture.rank == rank] if rank.named else found
+    of_rank = [capture for capture in found if capture.rank == rank] if _is_rank(startup, rank) else found
     of_phase = [capture for capture in of_rank if capture.phase == phase]
-    return max(of_phase or of_rank, key=_last_line, default=None)
+    return max(of_phase or of_rank, key=_how_recent, default=None)
 
 
-def _last_line(capture: Capture) -> int:
-    return max((*capture.lines, capture.last_bar.line if capture.last_bar else 0))
+def _how_recent(capture: Capture) -> tuple[bool, int]:
+    """Ranks capture in step and one of them draws bars: where it got to says what all were doing."""
+    bar = capture.last_bar
+    return bar is not None, max((*capture.lines, bar.line if bar else 0))
+
+
+def _is_rank(startup: Startup, rank: ev.Rank) -> bool:
+    """Whether a line's prefix names a rank of this start. An actor's process id on a bar need not be one."""
+    return rank.named and (rank in startup.ranks or not rank.worker)
 
 
 def _any_of(startup: Startup, phases: tuple[str, ...]) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from toolkit.serverlogs.prefill_batches import PrefillBatch
-
 Value = str | int | float | bool | tuple[int, ...] | None
 
 
@@ -210,9 +208,19 @@ class ServerReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLine(Event):
-    """One `Prefill batch` line."""
+    """One `Prefill batch` line, as far as it is counted.
 
-    batch: PrefillBatch
+    Attributes:
+        new_seq: requests in it.
+        new_token: tokens to compute, which pick the bucket.
+        cached_token: tokens found in the prefix cache.
+        graph: whether a graph was replayed; None in builds that do not say.
+    """
+
+    new_seq: int
+    new_token: int
+    cached_token: int | None = None
+    graph: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

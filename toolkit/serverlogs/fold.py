@@ -87,11 +87,16 @@ class Starts:
 def _begins_anew(startup: Startup, event: ev.Event) -> bool:
     if isinstance(event, ev.EngineStart):
         return _another_start(startup, event)
-    if isinstance(event, ev.InitBegin | ev.InitDistributed | ev.WeightsBegin):
-        return startup.engine == "vllm" or _is_over(startup)
+    if isinstance(event, ev.InitBegin | ev.InitDistributed):
+        return startup.engine == "vllm" or _is_up(startup, event.rank) or _has_failed(startup)
+    if isinstance(event, ev.WeightsBegin):
+        log = startup.ranks.get(event.rank)
+        got_far = log is not None and bool(log.captures or log.pool_ends)
+        return startup.engine == "vllm" or _is_up(startup, event.rank) or (got_far and _has_failed(startup))
     if isinstance(event, vllm.VllmModelLoaded):
         log = startup.ranks.get(event.rank)
-        return startup.engine == "sglang" or (log is not None and log.vllm.pool is not None) or _is_over(startup)
+        finished = log is not None and log.vllm.pool is not None
+        return startup.engine == "sglang" or finished or startup.ready is not None or _has_failed(startup)
     return False
 
 
@@ -100,17 +105,20 @@ def _another_start(startup: Startup, event: ev.EngineStart) -> bool:
         # Arguments come first; whatever was said before them belongs to the server before.
         return bool(startup.ranks) or startup.ready is not None
     # Data-parallel vLLM engines print their arguments one after the other.
-    return event.engine != "vllm" or event.rank == startup.start.rank or _is_over(startup)
+    return event.engine != "vllm" or event.rank == startup.start.rank or startup.ready is not None
 
 
-def _is_over(startup: Startup) -> bool:
-    """Whether that start came to an end, good or bad, so that another beginning is another start.
+def _is_up(startup: Startup, rank: ev.Rank) -> bool:
+    """Whether `rank` had started, so that another beginning of it is another start.
 
-    A draft worker begins like its target did, so a second beginning alone proves nothing.
+    A draft worker begins like its target did, so a second beginning alone proves nothing; and one data-parallel rank
+    may be up while another still loads.
     """
-    return bool(startup.ready or startup.limits or startup.failures or startup.ooms) or any(
-        error.fatal for error in startup.errors
-    )
+    return startup.ready is not None or any(limits.rank == rank for limits in startup.limits)
+
+
+def _has_failed(startup: Startup) -> bool:
+    return bool(startup.failures or startup.ooms) or any(error.fatal for error in startup.errors)
 
 
 _ONLY_SGLANG = (
@@ -194,21 +202,20 @@ def _ready(startup: Startup, event: ev.ServerReady) -> None:
 
 
 def _prefill(startup: Startup, event: ev.PrefillLine) -> None:
-    stats, batch = startup.prefills, event.batch
-    if not stats.batches:
-        stats.batches += 1
+    stats, cached = startup.prefills, event.cached_token or 0
+    stats.batches += 1
     if startup.ready is None:
         stats.before_ready += 1
-    stats.new_tokens += batch.new_token
-    stats.cached_tokens += batch.cached_token or 0
-    stats.first_line.setdefault(batch.graph, event.line)
-    key = (batch.new_token, batch.graph)
+    stats.new_tokens += event.new_token
+    stats.cached_tokens += cached
+    stats.first_line.setdefault(event.graph, event.line)
+    key = (event.new_token, event.graph)
     known = stats.lengths.get(key)
     if known is not None:
         known.batches += 1
-        known.cached_tokens += batch.cached_token or 0
+        known.cached_tokens += cached
     elif len(stats.lengths) < MOST_LENGTHS:
-        stats.lengths[key] = LengthCount(1, event.line, batch.cached_token or 0)
+        stats.lengths[key] = LengthCount(1, event.line, cached)
     else:
         stats.not_kept += 1
 

@@ -31,7 +31,9 @@ def _first_word(text: str) -> str:
 
 
 _INDEX = _index()
-_DECODE, _LEVELS = "Decode", ("INFO:", "WARNING:", "ERROR:")
+_LEVELS = ("INFO:", "WARNING:", "ERROR:")
+# Most lines of a serving day, and of no use here: steps of decode, and requests (`INFO:     10.0.0.7:40002 - "GET`).
+_FREQUENT = ("Decode batch", *(f"INFO:     {digit}" for digit in range(10)))
 # A line that is not understood from its start may still hold words of ours behind an unknown prefix.
 _HINTS = ("mem=", " graph", "GiB", "allocated", "Traceback", "OutOfMemory", "server_args=")
 _BEGINNINGS = tuple(rule for rules in _INDEX.values() for rule in rules if rule[1] is not None)
@@ -52,24 +54,28 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
     """
     counters = counters if counters is not None else Counters()
     reader = _Reader(counters)
-    rank_of, ignore = reader.prefixes.rank, 0
+    rank_of = reader.prefixes.rank
+    # What follows a carriage return has no prefix of its own: it is from the server that began the line.
+    server, line_of_server = "", 0
+    ignored = 0
     for number, text in read_lines(source, counters):
+        if number != line_of_server:
+            server = ""
         if text.startswith("[20") and (end := text.find("] ", 20, 160)) > 0:
             # The common case, without a single pattern: [2026-08-27 00:00:52 TP0] words
             start = end + 2
-            if text.startswith("Decode batch", start):
-                ignore += 1
+            if text.startswith(_FREQUENT, start):
+                ignored += 1
                 continue
-            rank = rank_of(text[20:end]) if end > 20 else NO_RANK
+            rank = rank_of(text[20:end], server) if end > 20 or server else NO_RANK
         else:
-            start, rank = reader.prefixes.strip(text)
+            start, rank = reader.prefixes.strip(text, server)
+            if rank.server:
+                server, line_of_server = rank.server, number
         for event in reader.words(text[start:] if start else text, number, rank):
             counters.events += 1
             yield event
-        if ignore:
-            counters.ignored += ignore
-            ignore = 0
-    counters.ignored += ignore
+    counters.ignored += ignored
 
 
 class _Reader:
@@ -125,7 +131,7 @@ class _Reader:
         behind = _NEXT_LOG_LINE.search(text)
         bars: tuple[Event, ...] = tuple(parse_bars(text[: behind.start()] if behind else text, line, rank))
         if behind:
-            start, next_rank = self.prefixes.strip(text[behind.start() :])
+            start, next_rank = self.prefixes.strip(text[behind.start() :], rank.server)
             return (*bars, *self.words(text[behind.start() + start :], line, next_rank))
         if not bars:
             if "%|" in text or "it/s" in text:

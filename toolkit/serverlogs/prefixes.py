@@ -61,9 +61,9 @@ class Prefixes:
                 self._ranks[key] = known
         return known
 
-    def strip(self, line: str) -> tuple[int, Rank]:
-        """Where the words of `line` begin, and the rank before them."""
-        at, named, server, worker = 0, "", "", ""
+    def strip(self, line: str, server: str = "") -> tuple[int, Rank]:
+        """Where the words of `line` begin, and the rank before them. `server` is whose line it is if none is named."""
+        at, named, worker = 0, "", ""
         for _ in range(_MOST_PREFIXES):
             match = _PART.match(line, at)
             if match is None or match.end() == at:

@@ -267,9 +267,22 @@ def _ready(text: str, line: int, rank: Rank) -> Events:
     return (ServerReady(line, rank),)
 
 
+# The start that nearly all such lines share: a shorter way to the same numbers as `parse_prefill_batch`.
+_USUAL_BATCH = re.compile(
+    r"Prefill batch, #new-seq: (\d{1,18}), #new-token: (\d{1,18}), #cached-token: (\d{1,18}), ", re.ASCII
+)
+_GRAPH, _REPLAYED = " graph: ", {"True": True, "False": False}
+
+
 def _prefill_batch(text: str, line: int, rank: Rank) -> Events:
+    usual = _USUAL_BATCH.match(text)
+    if usual is not None:
+        seq, tokens, cached = usual.groups()
+        at = text.find(_GRAPH, usual.end()) + len(_GRAPH)
+        replayed = _REPLAYED.get(text[at : at + 5].rstrip(",. ")) if at >= len(_GRAPH) else None
+        return (PrefillLine(line, rank, int(seq), int(tokens), int(cached), replayed),)
     batch = parse_prefill_batch(text)
-    return (PrefillLine(line, rank, batch),) if batch else ()
+    return (PrefillLine(line, rank, batch.new_seq, batch.new_token, batch.cached_token, batch.graph),) if batch else ()
 
 
 RULES: tuple[tuple[str, Parser], ...] = (
