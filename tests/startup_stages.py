@@ -17,7 +17,8 @@ ECHO = (
 GUARD = "Disable prefill CUDA graph because some layers do not apply Standard GQA"
 GATE = (
     "Disabling auto-selected prefill CUDA graph: only {free:.2f} GiB is free after model/KV/eager-buffer allocation; "
-    "at least 4.00 GiB is required for capture. Set an explicit prefill CUDA graph backend to override this safety gate."
+    "at least 4.00 GiB is required for capture. Set an explicit prefill CUDA graph backend to override this safety "
+    "gate."
 )
 
 
@@ -175,7 +176,10 @@ def _skip(maker: Maker) -> None:
             maker.free[label] = min(maker.free[label], 3.99)
             maker.say(label, GATE.format(free=maker.free[label]))
         else:
-            maker.say(label, ECHO if maker.shape.end == "rule" else GUARD)
+            code, words = ("echo", ECHO) if maker.shape.end == "rule" else ("guard", GUARD)
+            cause = words.partition("because ")[2].partition(" (")[0]
+            maker.say(label, words)
+            maker.expected["disables"].append((code, cause, label))
         skipped = dict(what=("target", "prefill", "skipped"), backend=None, ladder=None, free=(None, None))
         maker.rank(label)["captures"].append({**skipped, "end": None, "points": [], "total": None})
 

@@ -11,6 +11,8 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from startup_logs import logs, summary
+from startup_logs_vllm import summary as vllm_summary
+from startup_logs_vllm import vllm_logs
 
 from toolkit.serverlogs.fold import read_log
 from toolkit.serverlogs.lines import Counters
@@ -27,6 +29,13 @@ def test_what_was_written_is_read(made: tuple[str, list[dict[str, object]]]) -> 
     text, expected = made
     found = [summary(startup) for startup in read_log(text.encode()).startups]
     assert found == expected
+
+
+@quick
+@given(vllm_logs())
+def test_what_vllm_wrote_is_read(made: tuple[str, list[dict[str, object]]]) -> None:
+    text, expected = made
+    assert [vllm_summary(startup) for startup in read_log(text.encode()).startups] == expected
 
 
 @few
@@ -66,6 +75,7 @@ def _says_no_more(cut: object, whole: object) -> bool:
             or (isinstance(mine, dict) and mine.items() <= theirs.items())
             or (isinstance(mine, tuple) and isinstance(theirs, tuple) and theirs[: len(mine)] == mine)
             or (isinstance(mine, bool) and not mine)
+            or (name == "total" and str(theirs).startswith(str(mine)))  # see bars.py
         )
         if not (mine == theirs or mine is None or shorter):
             return False

@@ -22,8 +22,10 @@ _TITLES = {
 }
 _TITLE = re.compile("|".join(map(re.escape, sorted(_TITLES, key=len, reverse=True))))
 _DETAIL = re.compile(r"[ ,]{0,4}(?:\(([^()\n]{1,120})\)|[^:()\[\]|%]{0,60}\))")
+# Clocks count when what follows them is there; a total may end the line (excerpts), so one cut inside it is believed.
 _STATE = re.compile(
-    r":? {0,8}(\d{1,3})% ?(?:\|[^|\n]{0,400})?\| ?(\d{1,7})/(\d{1,7})(?: \[([\d:]{1,12})(?:<([\d:?]{1,12}))?)?"
+    r":? {0,8}(\d{1,3})% ?(?:\|[^|\n]{0,400})?\| ?(\d{1,7})/(\d{1,7})"
+    r"(?: \[([\d:]{1,12})(?=[<\]])(?:<([\d:?]{1,12})(?=[,\]]))?)?"
 )
 
 
