@@ -133,6 +133,8 @@ def _engine_of(event: ev.Event) -> str:
         return event.engine
     if type(event).__module__ == vllm.__name__:
         return "vllm"
+    if isinstance(event, ev.BucketBar):  # vLLM's bars name neither the bucket nor the memory
+        return "unknown" if event.bucket is event.free_gib is None else "sglang"
     return "sglang" if isinstance(event, _ONLY_SGLANG) else "unknown"
 
 

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +28,8 @@ Source = str | os.PathLike[str] | bytes | Iterable[str] | Iterable[bytes] | IO[s
 
 # Colours and cursor movements of terminals, and the title a shell sets. Bounded, so a stray escape costs little.
 _ANSI = re.compile(r"\x1b(?:\[[0-9;:?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n\r]{0,200}(?:\x07|\x1b\\)|[()][0-9A-Za-z])")
+_TIME = re.compile(r"(?<!\d)(?:\d{4}-\d\d-\d\d[T ]|\d\d-\d\d )\d\d:\d\d:\d\d(?!\d)", re.ASCII)
+_MOST_TIMES = 20_000
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 31  # zlib's way to say: the largest window, in a gzip wrapper
 _WIDE_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -45,6 +47,7 @@ class Counters:
         unknown: lines and parts that are not known. They are never guessed at.
         events: facts found.
         damaged: why reading stopped before the end, empty when it did not.
+        times: when a line was written, as printed, of lines that hold facts (the first 20,000 of them).
     """
 
     lines: int = 0
@@ -54,6 +57,13 @@ class Counters:
     unknown: int = 0
     events: int = 0
     damaged: str = ""
+    times: dict[int, str] = field(default_factory=dict)
+
+    def stamp(self, line: int, text: str) -> None:
+        """Keep the time that `text` begins with, if it does."""
+        found = _TIME.search(text, 0, 160) if len(self.times) < _MOST_TIMES else None
+        if found is not None:
+            self.times.setdefault(line, found[0])
 
 
 def open_source(source: Source) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from toolkit.serverlogs import failures, sglang, vllm
 from toolkit.serverlogs.bars import has_bar, parse_bars
-from toolkit.serverlogs.events import NO_RANK, Event, Rank
+from toolkit.serverlogs.events import NO_RANK, Event, PrefillLine, Rank
 from toolkit.serverlogs.failures import Parser
 from toolkit.serverlogs.lines import Counters, Source, read_lines
 from toolkit.serverlogs.prefixes import Prefixes
@@ -74,6 +74,8 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
                 server, line_of_server = rank.server, number
         for event in reader.words(text[start:] if start else text, number, rank):
             counters.events += 1
+            if type(event) is not PrefillLine:
+                counters.stamp(number, text)
             yield event
     counters.ignored += ignored
 
