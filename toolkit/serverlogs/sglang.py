@@ -260,6 +260,15 @@ def _notice(code: str) -> Parser:
     return parse
 
 
+_POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING="
+
+
+def _post_capture_asked(text: str, line: int, rank: Rank) -> Events:
+    value = text[text.find(_POST_CAPTURE) + len(_POST_CAPTURE) :][:5].strip("'\" \t").lower()
+    asked = value.startswith(("1", "true", "yes"))
+    return (Notice(line, rank, "post_capture_asked", text[:_MOST_WORDS]),) if asked else ()
+
+
 # --- serving ------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +324,7 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("max_total_num_tokens=", _limits),
     ("Engine startup timings", _timings),
     ("Post-capture KV sizing", _post_capture),
+    *((f"{before}{_POST_CAPTURE}", _post_capture_asked) for before in ("", "export ", "+ export ", "environment: ")),
     ("Prefill batch", _prefill_batch),
     ("The server is fired up", _ready),
 )

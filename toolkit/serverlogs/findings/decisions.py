@@ -135,7 +135,7 @@ def _only_an_echo(facts: Facts) -> Iterator[Finding]:
         )
     yield Finding(
         "DISABLED_BY_RULE",
-        "info" if flag is not None else "warning",
+        "info" if flag is not None or words else "warning",
         f"The prefill graph was turned off in the configuration{of_ranks(ranks)}: {why}.",
         tuple(line.line for line in echoes),
         advice,

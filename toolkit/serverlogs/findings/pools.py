@@ -68,3 +68,42 @@ def _raise_fraction(freed: float, fractions: set[Value], ledger: RankLedger) -> 
         tokens = f", about {usable / ledger.kv_cache_gib * ledger.kv_cache_tokens:,.0f} tokens more"
     to = f"from {old:g} to {old + step:.3f}" if isinstance(old, float) else f"by {step:.3f}"
     return f"Raise mem_fraction_static {to}{tokens} (90 % of what trimming freed)."
+
+
+def post_capture_kv_sizing_off(facts: Facts) -> Iterator[Finding]:
+    """Sizing the KV cache after the capture was asked for and did not happen; servers fall back without a word."""
+    startup = facts.startup
+    asked = [notice for notice in startup.notices if notice.code == "post_capture_asked"]
+    pools = [pool for log in startup.ranks.values() for pool in log.kv_pools]
+    active = [line for line in startup.post_capture if line.tokens is not None]
+    if not asked or active or not pools or any(pool.upper_bound or pool.after_capture for pool in pools):
+        return
+    if not startup.limits:
+        return  # it may still come
+    reasons = list(_why_off(facts))
+    yield Finding(
+        "POST_CAPTURE_KV_SIZING_OFF",
+        "warning",
+        "Sizing the KV cache after the capture was asked for, but the cache was sized before it"
+        + (f": {', '.join(reasons)}." if reasons else "; the log does not show which condition failed."),
+        (asked[0].line, pools[0].line),
+        "It needs 0.5.16 or later, CUDA, no MLA, no memory saver, both graphs on, and from 0.5.17 a largest bucket of "
+        "at least the chunk.",
+    )
+
+
+def _why_off(facts: Facts) -> Iterator[str]:
+    prefill = [each for each in facts.captures if each.phase == "prefill" and each.role == "target"]
+    largest = max((bucket for each in prefill for bucket in each.buckets or ()), default=None)
+    if facts.version == "0.5.15":
+        yield "0.5.15 does not have it"
+    if facts.mla:
+        yield "the model has MLA attention"
+    if facts.argument("enable_memory_saver") is True:
+        yield "the memory saver is on"
+    if facts.startup.gates or facts.startup.disables or any(each.outcome == "skipped" for each in prefill):
+        yield "the prefill graph is off"
+    if facts.argument("disable_cuda_graph") is True or facts.argument("disable_decode_cuda_graph") is True:
+        yield "the decode graph is off"
+    if largest is not None and facts.chunk is not None and largest < facts.chunk:
+        yield f"the chunk ({facts.chunk}) is larger than the largest bucket ({largest})"

@@ -1,0 +1,72 @@
+"""vLLM estimates its graphs' memory before it sizes the KV cache: what the estimate was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.serverlogs.capture_report import is_estimate_pass
+from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
+from toolkit.serverlogs.findings.finding import Finding
+
+_LEAST_GIB, _LEAST_SHARE = 0.05, 0.1
+_SHORT_GIB, _ABSURD_GIB = 0.3, 50.0
+_UNDER = "https://github.com/vllm-project/vllm/issues/57475"
+_ABSURD = "https://github.com/vllm-project/vllm/issues/53013"
+
+
+def estimate_pass_not_real(facts: Facts) -> Iterator[Finding]:
+    """`Graph capturing finished` before the KV cache is sized is the trial, not the capture."""
+    events = [(log.rank.label, event) for log in facts.startup.ranks.values() for event in log.vllm.finished]
+    trials = [(rank, event) for rank, event in events if is_estimate_pass(facts.startup, event.line)]
+    if not trials:
+        return
+    took = [event.gib for _, event in trials if event.gib is not None]
+    real = [event.gib for rank, event in events if (rank, event) not in trials and event.gib is not None]
+    figures = f", {gib(took[0])}" if took else ""
+    after = f"; the real capture took {gib(real[0])}" if real else "; the real capture is not in this log"
+    yield Finding(
+        "ESTIMATE_PASS_NOT_REAL",
+        "info",
+        f"The first `Graph capturing finished`{of_ranks(rank for rank, _ in trials)}{figures}, is the pass that "
+        f"estimates graph memory before the KV cache is sized{after}.",
+        tuple(event.line for _, event in trials),
+        "Do not add the two up, and compare engines by the second.",
+        None,
+        labels(rank for rank, _ in trials),
+    )
+
+
+def estimate_miss(facts: Facts) -> Iterator[Finding]:
+    """The estimate and what the graphs really took differ; too little leads to failures, too much costs KV cache."""
+    for log in facts.startup.sorted_ranks:
+        pool, estimate = log.vllm.pool, log.vllm.estimate
+        estimated = pool.estimated_gib if pool is not None else None
+        if estimated is None and estimate is not None:
+            estimated = estimate.gib
+        actual = pool.actual_gib if pool is not None else None
+        line = pool.line if pool is not None else estimate.line if estimate is not None else 0
+        if estimated is None:
+            continue
+        where, ranks = of_ranks([log.rank.label]), labels([log.rank.label])
+        if estimated >= _ABSURD_GIB:
+            yield Finding(
+                "ESTIMATE_MISS",
+                "warning",
+                f"Graph memory was estimated as {gib(estimated)}{where}, which no set of graphs takes.",
+                (line,),
+                "Turn the estimate off, or the KV cache gets nothing.",
+                _ABSURD,
+                ranks,
+            )
+        elif actual is not None and abs(actual - estimated) >= max(_LEAST_GIB, _LEAST_SHARE * abs(actual)):
+            short = actual - estimated
+            yield Finding(
+                "ESTIMATE_MISS",
+                "warning" if short >= _SHORT_GIB else "info",
+                f"Graphs took {gib(actual)}{where}, the estimate was {gib(estimated)}: "
+                + (f"{gib(short)} too little was set aside." if short > 0 else f"{gib(-short)} of KV cache were lost."),
+                (line,),
+                "Lower gpu_memory_utilization a little: the next start may fail." if short > 0 else "",
+                _UNDER if short > 0 else None,
+                ranks,
+            )
