@@ -72,6 +72,8 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
             start, rank = reader.prefixes.strip(text, server)
             if rank.server:
                 server, line_of_server = rank.server, number
+            if start == len(text):
+                continue  # a prefix alone
         for event in reader.words(text[start:] if start else text, number, rank):
             counters.events += 1
             yield event
