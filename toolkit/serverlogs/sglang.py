@@ -178,8 +178,8 @@ def _capture(text: str, line: int, rank: Rank) -> Events:
     listed = integers(text, "num_tokens=[" if phase == "prefill" else "bs=[")
     ladder = listed[0] if listed and listed[1] else None
     if what == "begin":
-        per_request = whole(text, "num_tokens_per_req=", "")
-        per_request = per_request if per_request is not None else whole(text, "num_tokens_per_bs=", "")
+        per_request = whole(text, "num_tokens_per_req=")
+        per_request = per_request if per_request is not None else whole(text, "num_tokens_per_bs=")
         backend = word(text + " ", "backend=") if text[-1:].isalpha() else word(text, "backend=")
         free = number(text, "avail mem=")
         return (CaptureBegin(line, rank, role, phase, graph, wording, backend, ladder, per_request, free),)
@@ -319,4 +319,7 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("The server is fired up", _ready),
 )
 # Known, frequent, and of no use here.
-IGNORED = ("Decode batch", "Registering ", "Loading safetensors", "Multi-thread loading", "install_torch_compiled")
+IGNORED = (
+    *("Decode batch", "Registering ", "Loading safetensors", "Multi-thread loading", "install_torch_compiled"),
+    'File "',  # of a traceback
+)
