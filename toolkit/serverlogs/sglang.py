@@ -304,6 +304,9 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("Try DeepGEMM JIT", _compiling),
     ("DeepGEMM JIT code", _compiling),
     ("DeepGEMM warmup", _compiling),
+    ("FlashInfer autotune", _compiling),
+    ("Running FlashInfer autotune", _compiling),
+    ("Triton kernel ", _compiling),
     ("Breakable CUDA graph is", _breakable),
     ("Disabling ", _disabling),
     ("Disable ", _disable),
@@ -312,6 +315,8 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("Cuda graph and server warmup are disabled", _all_off),
     ("Using tc_piecewise CUDA graph", _notice("moved_to_tc_piecewise")),
     ("cuda_graph_config[prefill].backend='full' is experimental", _notice("full_is_experimental")),
+    # Its parts have lines of their own, so this total is no pool.
+    ("SWAKVPool mem usage", _notice("swa_pool_total")),
     ("max_total_num_tokens=", _limits),
     ("Engine startup timings", _timings),
     ("Post-capture KV sizing", _post_capture),
@@ -321,5 +326,6 @@ RULES: tuple[tuple[str, Parser], ...] = (
 # Known, frequent, and of no use here.
 IGNORED = (
     *("Decode batch", "Registering ", "Loading safetensors", "Multi-thread loading", "install_torch_compiled"),
+    *("HTTP Request:", "Tuning ", "Tree cache initialized", "Using KV cache dtype"),
     'File "',  # of a traceback
 )
