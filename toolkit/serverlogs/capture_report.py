@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.serverlogs.startup import BucketPoint, Capture, Startup
+from toolkit.serverlogs.events_vllm import VllmGraphFinished
+from toolkit.serverlogs.startup import BucketPoint, Capture, RankLog, Startup
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _vllm(startup: Startup) -> list[CaptureReport]:
                     rank=log.rank.label,
                     phase="all",
                     role="target",
-                    outcome="estimate" if is_estimate_pass(startup, event.line) else "captured",
+                    outcome="estimate" if is_estimate_pass(startup, log, event) else "captured",
                     n_buckets=sum(counts) if counts else None,
                     mem_usage_gib=event.gib,
                     elapsed_s=event.seconds,
@@ -198,11 +199,16 @@ def _vllm(startup: Startup) -> list[CaptureReport]:
     return found
 
 
-def is_estimate_pass(startup: Startup, line: int) -> bool:
-    """Whether vLLM's graphs that finished at `line` were the trial that only estimates their memory.
+def is_estimate_pass(startup: Startup, log: RankLog, event: VllmGraphFinished) -> bool:
+    """Whether vLLM's graphs that finished with `event` were the trial that only estimates their memory.
 
-    It comes before the KV cache is sized; the real capture comes after.
+    It comes before the worker's KV cache is sized; the real capture comes after.
     """
-    sized = [log.vllm.available_kv.line for log in startup.ranks.values() if log.vllm.available_kv is not None]
+    own = log.vllm.available_kv
+    if own is not None:
+        return event.line < own.line
+    if len(log.vllm.finished) > 1:
+        return event is log.vllm.finished[0]
+    sized = [each.vllm.available_kv.line for each in startup.ranks.values() if each.vllm.available_kv is not None]
     sized += [tokens.line for tokens in startup.vllm_kv_tokens]
-    return bool(sized) and line < min(sized)
+    return bool(sized) and event.line < min(sized)

@@ -17,7 +17,7 @@ class Rank:
     """Who wrote a line, as far as its prefix says.
 
     Attributes:
-        dp: data-parallel rank, None when the prefix names none; `pp`, `tp` and `ep` alike.
+        dp: data-parallel rank, None when the prefix names none.
         pp: pipeline rank.
         tp: tensor-parallel rank.
         ep: expert-parallel rank. It follows from the others and is no part of the label.
@@ -191,8 +191,7 @@ class Limits(Event):
 class EngineTimings(Event):
     """`Engine startup timings (s)` of SGLang 0.5.17 and later: maxima over ranks, 0.0 where nothing was captured.
 
-    `seconds` holds load_weight, kv_cache_allocation, scheduler_e2e, tokenizer_e2e; `graphs` prefill, decode,
-    target_verify, draft_prefill, draft_decode, draft_extend.
+    `seconds` holds load_weight, scheduler_e2e, ...; `graphs` prefill, decode, target_verify, draft_prefill, ...
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -210,11 +209,8 @@ class ServerReady(Event):
 class PrefillLine(Event):
     """One `Prefill batch` line, as far as it is counted.
 
-    Attributes:
-        new_seq: requests in it.
-        new_token: tokens to compute, which pick the bucket.
-        cached_token: tokens found in the prefix cache.
-        graph: whether a graph was replayed; None in builds that do not say.
+    `new_token` are the tokens to compute, which pick the bucket; `graph` is None in builds that do not say whether
+    one was replayed.
     """
 
     new_seq: int
@@ -293,8 +289,8 @@ class BucketBar(Event):
             or `encoder`.
         bucket: tokens or batch size being captured; None where the bar does not name it.
         free_gib: free memory BEFORE that bucket.
-        done: buckets already captured; `total` of all.
-        total: see `done`.
+        done: buckets already captured.
+        total: buckets in all.
         elapsed_s: since the bar began.
         remaining_s: what the bar predicts, None when it does not.
     """
@@ -334,11 +330,10 @@ class OutOfMemory(Event):
     Attributes:
         source: `allocator` (torch.OutOfMemoryError) or `driver` (CUDA error: out of memory).
         message: the line's words.
-        tried_gib: what was asked for, where said; `free_gib` what was free, `total_gib` the card,
-            `private_pools_gib` what CUDA graphs held.
-        free_gib: see `tried_gib`.
-        total_gib: see `tried_gib`.
-        private_pools_gib: see `tried_gib`.
+        tried_gib: what was asked for, where said.
+        free_gib: what was free.
+        total_gib: the card's memory.
+        private_pools_gib: what CUDA graphs held.
     """
 
     source: str

@@ -133,9 +133,10 @@ def _engine_of(event: ev.Event) -> str:
         return event.engine
     if type(event).__module__ == vllm.__name__:
         return "vllm"
-    if isinstance(event, ev.BucketBar):  # vLLM's bars name neither the bucket nor the memory
-        return "unknown" if event.bucket is event.free_gib is None else "sglang"
-    return "sglang" if isinstance(event, _ONLY_SGLANG) else "unknown"
+    of_sglang = isinstance(event, _ONLY_SGLANG)
+    if isinstance(event, ev.BucketBar):
+        of_sglang = event.bucket is not None or event.free_gib is not None  # vLLM's bars name neither
+    return "sglang" if of_sglang else "unknown"
 
 
 # --- what each event does -------------------------------------------------------------------------------------

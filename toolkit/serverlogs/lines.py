@@ -159,7 +159,7 @@ def _first_end(head: bytes) -> int:
 
 def _grown(rest: bytes, piece: bytes, skipping: bool) -> tuple[bytes, bool]:
     """An unfinished line with more of it; of a long one the start, which is more than will be looked at."""
-    most = 4 * (MAX_LINE + 1)  # bytes of a character
+    most = 4 * (MAX_LINE + 2)  # a character has up to 4 bytes; one more shows that the line was longer
     if skipping:
         return rest, True
     if len(rest) + len(piece) <= most:

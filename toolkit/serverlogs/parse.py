@@ -30,14 +30,19 @@ def _first_word(text: str) -> str:
     return word[: word.index("=") + 1] if "=" in word else word
 
 
+def _rules_for(text: str) -> _Rules:
+    """The rules that the first word of `text` may belong to."""
+    return _INDEX.get(_first_word(text), ())
+
+
 _INDEX = _index()
+_LONGEST = 60
 _LEVELS = ("INFO:", "WARNING:", "ERROR:")
 # Most lines of a serving day, and of no use here: steps of decode, and requests (`INFO:     10.0.0.7:40002 - "GET`).
 _FREQUENT = ("Decode batch", *(f"INFO:     {digit}" for digit in range(10)))
 # A line that is not understood from its start may still hold words of ours behind an unknown prefix.
 _HINTS = ("mem=", " graph", "GiB", "allocated", "Traceback", "OutOfMemory", "server_args=")
-_BEGINNINGS = tuple(rule for rules in _INDEX.values() for rule in rules if rule[1] is not None)
-_MAY_PRECEDE = ("] ", ": ", "| ", ") ", '":"')
+_MAY_PRECEDE = re.compile(r"[\]:|)] |\":\"")
 _FARTHEST = 240
 _NEXT_LOG_LINE = re.compile(r"(?<=.)\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]\n]{0,100}\] ")
 
@@ -70,8 +75,13 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
             rank = rank_of(text[20:end], server) if end > 20 or server else NO_RANK
         else:
             start, rank = reader.prefixes.strip(text, server)
+            if text.startswith(_FREQUENT, start):
+                ignored += 1
+                continue
             if rank.server:
                 server, line_of_server = rank.server, number
+            if start == len(text):
+                continue  # a prefix alone
         for event in reader.words(text[start:] if start else text, number, rank):
             counters.events += 1
             if type(event) is not PrefillLine:
@@ -90,10 +100,7 @@ class _Reader:
     def words(self, text: str, line: int, rank: Rank) -> tuple[Event, ...]:
         """The facts of one line without its prefix."""
         first = text.split(" ", 1)[0]
-        rules = _INDEX.get(first)
-        if rules is None and "=" in first:
-            rules = _INDEX.get(first[: first.index("=") + 1])
-        for beginning, parser in rules or ():
+        for beginning, parser in _INDEX.get(first) or _rules_for(first):
             if text.startswith(beginning):
                 if parser is None:
                     self.counters.ignored += 1
@@ -118,13 +125,13 @@ class _Reader:
         if "%|" in text or has_bar(text):
             return self._bars(text, line, rank)
         if any(hint in text for hint in _HINTS):
-            head = text[: _FARTHEST + 80]
-            for beginning, parser in _BEGINNINGS:
-                at = head.find(beginning)
-                if 0 < at <= _FARTHEST and head[:at].endswith(_MAY_PRECEDE) and parser is not None:
-                    named = self.prefixes.rank(head[:at], rank.server, rank.worker)
-                    if found := parser(text[at:], line, named if named.named else rank):
-                        return found
+            for before in _MAY_PRECEDE.finditer(text, 0, _FARTHEST):
+                at = before.end()
+                for beginning, parser in _rules_for(text[at : at + _LONGEST]):
+                    if parser is not None and text.startswith(beginning, at):
+                        named = self.prefixes.rank(text[:at], rank.server, rank.worker)
+                        if found := parser(text[at:], line, named if named.named else rank):
+                            return found
         self.counters.unknown += 1
         return ()
 

@@ -12,6 +12,7 @@ from toolkit.serverlogs.events import NO_RANK, Rank
 
 _MOST_PREFIXES = 12
 _MOST_CACHED = 4096
+_FARTHEST = 160
 
 # Every repetition is bounded and no two neighbours can match the same text, so one try costs little whatever comes.
 _PART = re.compile(
@@ -50,6 +51,7 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[str, str, str], Rank] = {}
+        self._outer: dict[str, tuple[bool, Rank]] = {}
 
     def rank(self, text: str, server: str = "", worker: str = "") -> Rank:
         """`rank_in`, from memory where possible."""
@@ -63,6 +65,24 @@ class Prefixes:
 
     def strip(self, line: str, server: str = "") -> tuple[int, Rank]:
         """Where the words of `line` begin, and the rank before them. `server` is whose line it is if none is named."""
+        inner = line.find("[20", 1, _FARTHEST)
+        end = line.find("] ", inner + 20, inner + 160) if inner > 0 else -1
+        if end < 0:
+            return self._strip(line, server)
+        # [2026-08-27 00:00:52 TP0] is all that changes from line to line behind the name of a container or actor.
+        outer = line[:inner]
+        known = self._outer.get(outer)
+        if known is None:
+            start, rank = self._strip(outer, "")
+            known = (start == inner and (not rank.named or bool(rank.worker)), rank)
+            if len(self._outer) < _MOST_CACHED:
+                self._outer[outer] = known
+        whole, rank = known
+        if not whole:
+            return self._strip(line, server)
+        return end + 2, self.rank(line[inner + 20 : end], rank.server or server, rank.worker)
+
+    def _strip(self, line: str, server: str) -> tuple[int, Rank]:
         at, named, worker = 0, "", ""
         for _ in range(_MOST_PREFIXES):
             match = _PART.match(line, at)

@@ -82,7 +82,8 @@ def _graph_config(text: str) -> dict[str, Value]:
         at = config.find(f"{phase}=PhaseConfig(")
         if at < 0:
             continue
-        body = config[at : config.find(")", at) % _MOST_CONFIG + 1]
+        end = config.find(")", at)
+        body = config[at : end + 1 if end >= 0 else len(config)]
         for name in ("backend", "max_bs", "bs"):
             for mark in (f"({name}=", f" {name}="):
                 if (place := body.find(mark)) >= 0:

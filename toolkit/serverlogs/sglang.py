@@ -178,8 +178,8 @@ def _capture(text: str, line: int, rank: Rank) -> Events:
     listed = integers(text, "num_tokens=[" if phase == "prefill" else "bs=[")
     ladder = listed[0] if listed and listed[1] else None
     if what == "begin":
-        per_request = whole(text, "num_tokens_per_req=", "")
-        per_request = per_request if per_request is not None else whole(text, "num_tokens_per_bs=", "")
+        per_request = whole(text, "num_tokens_per_req=")
+        per_request = per_request if per_request is not None else whole(text, "num_tokens_per_bs=")
         backend = word(text + " ", "backend=") if text[-1:].isalpha() else word(text, "backend=")
         free = number(text, "avail mem=")
         return (CaptureBegin(line, rank, role, phase, graph, wording, backend, ladder, per_request, free),)
@@ -313,6 +313,9 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("Try DeepGEMM JIT", _compiling),
     ("DeepGEMM JIT code", _compiling),
     ("DeepGEMM warmup", _compiling),
+    ("FlashInfer autotune", _compiling),
+    ("Running FlashInfer autotune", _compiling),
+    ("Triton kernel ", _compiling),
     ("Breakable CUDA graph is", _breakable),
     ("Disabling ", _disabling),
     ("Disable ", _disable),
@@ -321,6 +324,8 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("Cuda graph and server warmup are disabled", _all_off),
     ("Using tc_piecewise CUDA graph", _notice("moved_to_tc_piecewise")),
     ("cuda_graph_config[prefill].backend='full' is experimental", _notice("full_is_experimental")),
+    # Its parts have lines of their own, so this total is no pool.
+    ("SWAKVPool mem usage", _notice("swa_pool_total")),
     ("max_total_num_tokens=", _limits),
     ("Engine startup timings", _timings),
     ("Post-capture KV sizing", _post_capture),
@@ -329,4 +334,8 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("The server is fired up", _ready),
 )
 # Known, frequent, and of no use here.
-IGNORED = ("Decode batch", "Registering ", "Loading safetensors", "Multi-thread loading", "install_torch_compiled")
+IGNORED = (
+    *("Decode batch", "Registering ", "Loading safetensors", "Multi-thread loading", "install_torch_compiled"),
+    *("HTTP Request:", "Tuning ", "Tree cache initialized", "Using KV cache dtype"),
+    'File "',  # of a traceback
+)

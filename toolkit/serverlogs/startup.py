@@ -175,6 +175,11 @@ class Capture:
         return self.end.free_gib if self.end else None
 
     @property
+    def reached(self) -> BucketPoint | None:
+        """The last bucket that its bars told of: where a capture that failed did so."""
+        return self.points[-1] if self.points else None
+
+    @property
     def lowest(self) -> BucketPoint | None:
         """The bucket before which the least memory was free, by the bars."""
         return min(

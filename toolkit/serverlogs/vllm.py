@@ -56,7 +56,7 @@ def _concurrency(text: str) -> float | None:
     return float(times[1]) if times else None
 
 
-_PROFILE = re.compile(r"(PIECEWISE|FULL)=(\d{1,7})(?: \(largest=(\d{1,9})\))?(?=[, ]|$)")
+_PROFILE = re.compile(r"(PIECEWISE|FULL)=(\d{1,7})(?:(?=,)| \(largest=(\d{1,9})\))")
 
 
 def _profile(text: str, line: int, rank: Rank) -> Events:

@@ -12,7 +12,8 @@ _NUMBER = r" {0,4}(-?\d[\d,]{0,24}(?:\.\d{1,12})?)"
 _FOLLOWED = {
     "GB": re.compile(_NUMBER + r" ?(?:GB|GiB)\b"),
     "s": re.compile(_NUMBER + r" ?s(?:ec|econd)?s?(?![A-Za-z])"),
-    ",": re.compile(_NUMBER + r"(?=[^\d.])"),
+    # A line cut behind a thousands separator ends like one cut behind the number.
+    ",": re.compile(_NUMBER + r"(?=, |[^\d.,])"),
     "": re.compile(_NUMBER + r"(?![\d.])"),
 }
 _SIZE = re.compile(r" {0,4}(-?\d{1,18}(?:\.\d{1,9})?) ?(bytes|KiB|MiB|GiB|TiB)\b")

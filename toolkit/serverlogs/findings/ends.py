@@ -143,7 +143,7 @@ def _still(facts: Facts, captures: list[Capture]) -> Iterator[Finding]:
     bar = bars[0] if bars else None
     began = min((each.begin.line for each in captures if each.begin is not None), default=0)
     words = [line for line in facts.startup.compiling if line.line > began]
-    compiles = bar is not None and (bar.kind == "compile" or (not bar.done and bar.total))
+    compiles = bar is not None and (bar.kind == "compile" or ((bar.done or 0) <= 1 and bar.total))
     if not compiles and not words:
         return
     where = f" at {bar.done or 0} of {bar.total}" if bar is not None and bar.total else ""

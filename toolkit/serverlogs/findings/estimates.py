@@ -16,12 +16,13 @@ _ABSURD = "https://github.com/vllm-project/vllm/issues/53013"
 
 def estimate_pass_not_real(facts: Facts) -> Iterator[Finding]:
     """`Graph capturing finished` before the KV cache is sized is the trial, not the capture."""
-    events = [(log.rank.label, event) for log in facts.startup.ranks.values() for event in log.vllm.finished]
-    trials = [(rank, event) for rank, event in events if is_estimate_pass(facts.startup, event.line)]
+    events = [(log, event) for log in facts.startup.sorted_ranks for event in log.vllm.finished]
+    trials = [(log.rank.label, event) for log, event in events if is_estimate_pass(facts.startup, log, event)]
     if not trials:
         return
-    took = [event.gib for _, event in trials if event.gib is not None]
-    real = [event.gib for rank, event in events if (rank, event) not in trials and event.gib is not None]
+    passes = [event for _, event in trials]
+    took = [event.gib for event in passes if event.gib is not None]
+    real = [event.gib for _, event in events if event not in passes and event.gib is not None]
     figures = f", {gib(took[0])}" if took else ""
     after = f"; the real capture took {gib(real[0])}" if real else "; the real capture is not in this log"
     yield Finding(
