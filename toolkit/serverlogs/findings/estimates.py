@@ -39,35 +39,41 @@ def estimate_pass_not_real(facts: Facts) -> Iterator[Finding]:
 
 def estimate_miss(facts: Facts) -> Iterator[Finding]:
     """The estimate and what the graphs really took differ; too little leads to failures, too much costs KV cache."""
+    found: dict[tuple[float, float | None], list[tuple[str, int]]] = {}
     for log in facts.startup.sorted_ranks:
         pool, estimate = log.vllm.pool, log.vllm.estimate
         estimated = pool.estimated_gib if pool is not None else None
-        if estimated is None and estimate is not None:
-            estimated = estimate.gib
-        actual = pool.actual_gib if pool is not None else None
-        line = pool.line if pool is not None else estimate.line if estimate is not None else 0
-        if estimated is None:
-            continue
-        where, ranks = of_ranks([log.rank.label]), labels([log.rank.label])
-        if estimated >= _ABSURD_GIB:
-            yield Finding(
-                "ESTIMATE_MISS",
-                "warning",
-                f"Graph memory was estimated as {gib(estimated)}{where}, which no set of graphs takes.",
-                (line,),
-                "Turn the estimate off, or the KV cache gets nothing.",
-                _ABSURD,
-                ranks,
-            )
-        elif actual is not None and abs(actual - estimated) >= max(_LEAST_GIB, _LEAST_SHARE * abs(actual)):
-            short = actual - estimated
-            yield Finding(
-                "ESTIMATE_MISS",
-                "warning" if short >= _SHORT_GIB else "info",
-                f"Graphs took {gib(actual)}{where}, the estimate was {gib(estimated)}: "
-                + (f"{gib(short)} too little was set aside." if short > 0 else f"{gib(-short)} of KV cache were lost."),
-                (line,),
-                "Lower gpu_memory_utilization a little: the next start may fail." if short > 0 else "",
-                _UNDER if short > 0 else None,
-                ranks,
-            )
+        said = pool if pool is not None and estimated is not None else estimate
+        estimated = estimated if estimated is not None else estimate.gib if estimate is not None else None
+        if estimated is not None and said is not None:
+            figures = estimated, pool.actual_gib if pool is not None else None
+            found.setdefault(figures, []).append((log.rank.label, said.line))
+    for (estimated, actual), where in found.items():
+        yield from _miss(estimated, actual, [label for label, _ in where], tuple(line for _, line in where))
+
+
+def _miss(estimated: float, actual: float | None, ranks: list[str], lines: tuple[int, ...]) -> Iterator[Finding]:
+    if estimated >= _ABSURD_GIB:
+        yield Finding(
+            "ESTIMATE_MISS",
+            "warning",
+            f"Graph memory was estimated as {gib(estimated)}{of_ranks(ranks)}, which no set of graphs takes.",
+            lines,
+            "Turn the estimate off, or the KV cache gets nothing.",
+            _ABSURD,
+            labels(ranks),
+        )
+        return
+    if actual is None or abs(actual - estimated) < max(_LEAST_GIB, _LEAST_SHARE * abs(actual)):
+        return
+    short = actual - estimated
+    said = f"{gib(short)} too little was set aside" if short > 0 else f"the KV cache lost {gib(-short)} to it"
+    yield Finding(
+        "ESTIMATE_MISS",
+        "warning" if short >= _SHORT_GIB else "info",
+        f"Graphs took {gib(actual)}{of_ranks(ranks)}, the estimate was {gib(estimated)}: {said}.",
+        lines,
+        "Lower gpu_memory_utilization a little: the next start may fail." if short > 0 else "",
+        _UNDER if short > 0 else None,
+        labels(ranks),
+    )

@@ -60,14 +60,14 @@ def _who(oom: OutOfMemory) -> str:
 
 
 def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOfMemory) -> str:
-    missing = missing_gib(report, oom.tried_gib)
+    missing = missing_gib(report, oom.tried_gib, oom.free_gib)
     ceiling = lower_ceiling(report)
     old = capture.begin is None or capture.begin.wording == "old"
     flags = _CEILING_FLAGS if not old else _OLD_CEILING_FLAGS
     flag = flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
     if missing is not None:
-        parts.append(f"About {gib(missing)} more was needed by the cost of the last buckets.")
+        parts.append(f"About {gib(missing)} more was needed.")
     else:
         parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
     if ceiling is not None:
