@@ -3,6 +3,7 @@
     import toolkit
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
     records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+    diagnosis = toolkit.diagnose("server.log")  # what a server's log says, and what to do
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
     toolkit.Lab()  # in a notebook: the same with widgets
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
     from toolkit.runs.worker import CaptureJob
+    from toolkit.serverlogs.compare import compare_logs
+    from toolkit.serverlogs.diagnosis import Diagnosis, diagnose
     from toolkit.settings import CaptureSettings
     from toolkit.widgets.lab import Lab
 
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureJob",
     "CaptureSettings",
+    "Diagnosis",
     "Lab",
     "Plan",
     "PlanSettings",
@@ -39,6 +43,8 @@ __all__ = [
     "__version__",
     "capture",
     "compare",
+    "compare_logs",
+    "diagnose",
     "generate_prefill_buckets",
     "plan",
 ]
@@ -46,11 +52,14 @@ __all__ = [
 _HOMES = {
     "CaptureJob": "toolkit.runs.worker",
     "CaptureSettings": "toolkit.settings",
+    "Diagnosis": "toolkit.serverlogs.diagnosis",
     "Lab": "toolkit.widgets.lab",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
+    "compare_logs": "toolkit.serverlogs.compare",
+    "diagnose": "toolkit.serverlogs.diagnosis",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 
