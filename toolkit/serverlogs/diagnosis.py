@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import InvalidInput
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
 from toolkit.serverlogs.findings import check_log
-from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.finding import Finding, in_order
 from toolkit.serverlogs.fold import read_log
 from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
 from toolkit.serverlogs.lines import Counters, Source
@@ -198,7 +198,7 @@ def diagnose(
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
         replay=tuple(filter(None, map(replay_stats, startups))),
-        findings=check_log(log, version),
+        findings=in_order([*check_log(log, version), *(measured.misses() if measured else [])]),
         measured=measured,
         notes=notes,
         counters=log.counters,

@@ -153,7 +153,7 @@ def _buckets(report: CaptureReport) -> Table:
 def _prefills(stats: ReplayStats) -> str:
     hit = NA if stats.hit_rate is None else f"{100 * stats.hit_rate:.1f} % replayed"
     padded = "" if stats.padded_share is None else f", {100 * stats.padded_share:.1f} % of their rows are padding"
-    why = "; ".join(f"{number:,} eager: {REASONS[reason]}" for reason, number in stats.eager_by_reason.items())
+    why = "; ".join(f"{number:,} eager {REASONS[reason]}" for reason, number in stats.eager_by_reason.items())
     return f"prefills: {stats.batches:,} ({hit}{padded}){'; ' + why if why else ''}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.serverlogs.events import DisableLine
-from toolkit.serverlogs.findings.facts import Facts, between, labels, listed, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, between, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.versions import with_rule
 
@@ -119,11 +119,10 @@ def _only_an_echo(facts: Facts) -> Iterator[Finding]:
         return
     ranks = [line.rank.label for line in echoes]
     words = {each.begin.word for each in facts.startup.captures if each.begin is not None} - {"CUDA"}
-    flag = facts.switched_off
+    flag, device = facts.switched_off, min(words, default=None)
     if flag is not None:
         why, advice = f"by hand, {flag}", "Leave the flag out to have the graph."
-    elif words:
-        device = words.pop()
+    elif device is not None:
         why = f"the device is {device}, not CUDA, where releases turn it off by default without a word"
         advice = f"Nothing is wrong: prefill graphs are for CUDA. {_NAME_IT} is untested on {device}."
     else:
@@ -135,7 +134,7 @@ def _only_an_echo(facts: Facts) -> Iterator[Finding]:
         )
     yield Finding(
         "DISABLED_BY_RULE",
-        "info" if flag is not None or words else "warning",
+        "info" if flag is not None or device is not None else "warning",
         f"The prefill graph was turned off in the configuration{of_ranks(ranks)}: {why}.",
         tuple(line.line for line in echoes),
         advice,
@@ -181,8 +180,7 @@ def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
         severity, why = "info", "builds of that time captured prefill graphs only with --enable-piecewise-cuda-graph"
         advice = "Use a newer release, which captures them by default."
     else:
-        severity, why = "warning", _candidates(facts)
-        advice = f"Name a backend ({_NAME_IT}): what then stops it prints a line."
+        severity, why, advice = _silent(facts)
     flag = facts.switched_off
     if flag is not None:
         severity, why, advice = "info", f"asked for by {flag}", "Leave the flag out to have the graph."
@@ -195,11 +193,12 @@ def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _candidates(facts: Facts) -> str:
-    found = []
-    if facts.argument("disaggregation_mode") in ("decode", "prefill"):
-        found.append(f"the {facts.argument('disaggregation_mode')} role of disaggregation does it silently")
-    if facts.startup.start is None:
-        found.append("the arguments are not in this log")
-    silent = "silent rules are PD roles and, on tc_piecewise, about twenty features"
-    return listed([*found, silent])
+def _silent(facts: Facts) -> tuple[str, str, str]:
+    """Severity, cause and advice where a rule prints nothing: the role of a disaggregated server, or not known."""
+    role = facts.argument("disaggregation_mode")
+    if role in ("decode", "prefill"):
+        why = f"the {role} role of a disaggregated server turns it off silently"
+        return "info", why, f"Nothing, unless this server is to prefill; then name a backend ({_NAME_IT})."
+    shown = "" if facts.startup.start is not None else "; the arguments are not in this log"
+    why = f"rules that print nothing are PD roles and, on tc_piecewise, about twenty features{shown}"
+    return "warning", why, f"Name a backend ({_NAME_IT}): what then stops it prints a line."

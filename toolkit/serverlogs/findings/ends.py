@@ -48,7 +48,7 @@ _CONTEXT = "https://github.com/ai-dynamo/dynamo/pull/8609"
 
 def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
     """A capture failed, and not for want of memory, whatever the server's hint says."""
-    failed = [each for each in facts.startup.captures if each.outcome == "failed"]
+    failed = [each for each in facts.startup.captures if each.outcome == "failed" and _says_why(each)]
     for role, phase in dict.fromkeys((each.role, each.phase) for each in failed):
         group = [each for each in failed if (each.role, each.phase) == (role, phase)]
         words = " | ".join(_words(each) for each in group)
@@ -64,6 +64,23 @@ def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
             source,
             labels(ranks),
         )
+
+
+# Words of an end that name no cause; the cause stands before or after them.
+_ENDS = ("SchedulerException", "ChildDied", "EngineFailed")
+_OPEN_END = "Traceback (most recent call last):"
+
+
+def _says_why(capture: Capture) -> bool:
+    return capture.failed is not None or any(error.kind not in _ENDS for error in capture.errors)
+
+
+def _stops_in_traceback(startup: Startup) -> bool:
+    """The last thing said is that a traceback follows: why the server failed is in what is missing."""
+    last = max((error for error in startup.errors), key=lambda error: error.line, default=None)
+    if last is None or not last.message.rstrip().endswith(_OPEN_END):
+        return False
+    return all(each.line <= last.line for each in (*startup.ooms, *startup.failures))
 
 
 def _words(capture: Capture) -> str:
@@ -102,14 +119,16 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
     """The server ended with an error that no other finding explains."""
     startup = facts.startup
     fatal = [error for error in startup.errors if error.fatal]
-    explained = startup.ooms or any(each.outcome == "failed" for each in startup.captures)
+    failed = [each for each in startup.captures if each.outcome == "failed"]
+    explained = startup.ooms or any(_says_why(each) for each in failed) or _stops_in_traceback(startup)
     if not fatal or explained or any(error.kind == "NotEnoughMemory" for error in fatal):
         return
     cause = _cause(startup, fatal[0])
+    when = f"while the {failed[0].role} {failed[0].phase} graph was captured" if failed else "outside of any capture"
     yield Finding(
         "SERVER_FAILED",
         "error",
-        f"The server ended, and no capture was running: {quoted(cause.message)}.",
+        f"The server ended {when}: {quoted(cause.message)}.",
         tuple(dict.fromkeys((cause.line, *(error.line for error in fatal)))),
         "Read the traceback above that line; if there is none, look at the host's memory and the container's limits.",
     )
@@ -189,6 +208,9 @@ def _was(capture: Capture) -> Iterator[Finding]:
 def log_incomplete(facts: Facts) -> Iterator[Finding]:
     """The log has no end of this start, or not its beginning."""
     startup = facts.startup
+    if _stops_in_traceback(startup):
+        message = "The log stops inside a traceback: why the server failed is in what is missing."
+        yield Finding("LOG_INCOMPLETE", "info", message, (startup.last_line,), "Give the rest of the log as well.")
     if _has_failed(startup):
         return
     if startup.ready or startup.limits or startup.prefills.batches:

@@ -108,11 +108,12 @@ def quoted(words: str, most: int = 200) -> str:
 
 
 def gib(value: float) -> str:
-    """`1.71 GiB`."""
-    return f"{value:.2f} GiB"
+    """`1.71 GiB`; what would read as nothing in MiB, `2.0 MiB`."""
+    return f"{value * 1024:.1f} MiB" if 0 < abs(value) < 0.01 else f"{value:.2f} GiB"
 
 
 def between(values: Iterable[float]) -> str:
     """`2.05 GiB`, or `2.05 to 2.28 GiB` over ranks."""
     found = sorted(values)
-    return gib(found[0]) if f"{found[0]:.2f}" == f"{found[-1]:.2f}" else f"{found[0]:.2f} to {gib(found[-1])}"
+    least, most = gib(found[0]), gib(found[-1])
+    return least if least == most else f"{least.removesuffix(' GiB')} to {most}"

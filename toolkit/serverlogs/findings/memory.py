@@ -12,6 +12,7 @@ from toolkit.serverlogs.findings.room import lower_ceiling, lower_fraction, miss
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
+_MUCH_GIB = 1.0
 _FIRST_PAYS = "https://github.com/sgl-project/sglang/pull/14476"
 _CEILING_FLAGS = {"prefill": "--cuda-graph-max-bs-prefill", "decode": "--cuda-graph-max-bs-decode"}
 _OLD_CEILING_FLAGS = {"prefill": "--piecewise-cuda-graph-max-tokens", "decode": "--cuda-graph-max-bs"}
@@ -75,19 +76,19 @@ def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOf
         parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
     else:
         parts.append(f"Lower the ceiling ({flag}), not the number of small buckets.")
-    return " ".join([*parts, _fraction_words(facts, facts.ledger_of(report.rank), missing)])
+    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), missing)])
 
 
 def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
     fraction = facts.argument("mem_fraction_static")
     lowered = lower_fraction(fraction, ledger, missing)
     if lowered is not None:
-        return f"Or lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
+        return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
     if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
         worth = 0.01 * ledger.baseline_gib
-        return f"Or lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
+        return f"lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
     lacking = "server_args" if not isinstance(fraction, float) else "Load weight begin"
-    return f"Or lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
+    return f"lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
 
 
 def oom_after_capture(facts: Facts) -> Iterator[Finding]:
@@ -102,18 +103,26 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
-        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger)}",
+        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
-        f"Capturing was not the failure. {_fraction_words(facts, ledger, missing)} A smaller chunked_prefill_size "
-        "lowers what an eager prefill needs.",
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
+        "chunked_prefill_size takes less for an eager prefill.",
         None,
         labels(ranks),
     )
 
 
-def _eater(facts: Facts, ledger: RankLedger | None) -> str:
+def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
+    """What took the memory: serving itself, where much was free after the captures, else the largest owner."""
     if ledger is None:
         return "What holds the memory is n/a: the log has no memory figures of that start."
+    left = ledger.free_at_end_gib
+    since = left - oom.free_gib if left is not None and oom.free_gib is not None else 0.0
+    if left is not None and since > max(_MUCH_GIB, left / 2):
+        return (
+            f"{gib(left)} were free after the captures, so serving took {gib(since)} since then: activations of eager "
+            "prefills, caches outside the KV pool, or another process."
+        )
     owners = {"the KV pool": (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0)}
     for report in facts.captures:
         if report.rank == ledger.rank and report.mem_usage_gib is not None:

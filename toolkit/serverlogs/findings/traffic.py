@@ -12,6 +12,7 @@ from toolkit.serverlogs.replay import REASONS, LengthRow, ReplayStats
 
 _ENOUGH_TO_JUDGE, _ENOUGH_FOR_UNUSED = 20, 200
 _LARGE_SHARE, _UNUSED_SHARE = 0.1, 0.1
+_LEAST_CHUNK = 1024
 _TWICE = "https://github.com/sgl-project/sglang/pull/31487"
 _CEILING = "--cuda-graph-max-bs-prefill"
 _LIST = "--cuda-graph-bs-prefill"
@@ -40,8 +41,15 @@ def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
         f"The largest bucket, {largest} tokens, is under the chunk of {chunk}: longer chunks run eager, and their "
         f"memory is needed beside the graphs; {why}.",
         tuple(lines),
-        f"Set both to one step of the ladder: {_CEILING} {chunk}, or chunked_prefill_size {largest}.",
+        _one_step(largest, chunk),
     )
+
+
+def _one_step(largest: int, chunk: int) -> str:
+    """Ceiling and chunk on one step of the ladder; a chunk of a few tokens is no advice."""
+    ways = [f"{_CEILING} {chunk}"] if chunk in generate_prefill_buckets(chunk) else []
+    ways += [f"chunked_prefill_size {largest}"] if largest >= _LEAST_CHUNK or not ways else []
+    return f"Set both to one step of the ladder: {' or '.join(ways)}."
 
 
 def ladder_unused(facts: Facts) -> Iterator[Finding]:
@@ -102,10 +110,8 @@ def _advice(facts: Facts, stats: ReplayStats, rows: list[LengthRow]) -> str:
     reason = _by_count(stats)[0][0]
     lengths = [row.tokens for row in rows if row.reason == reason]
     if reason == "too_long":
-        chunk = f", the chunk ({facts.chunk})" if facts.chunk is not None else ""
-        return (
-            f"Raise the ceiling ({_CEILING}) to {max(lengths)} tokens or more{chunk}; check with a plan that it fits."
-        )
+        chunk = f" (the chunk is {facts.chunk})" if facts.chunk is not None else ""
+        return f"Raise the ceiling ({_CEILING}) to at least {max(lengths)} tokens{chunk}; check by a plan that it fits."
     if reason == "too_short":
         return (
             f"Harmless if rare. If not, add buckets from {min(lengths)} tokens on ({_LIST}): each costs little memory."
