@@ -70,6 +70,8 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
         startup.keep(startup.log_of(rank).captures, capture)
     capture.last_bar = event
     points = capture.compile_points if event.kind == "compile" else capture.points
+    if capture.errors and event.done is not None and event.done > (capture.done or 0):
+        capture.errors.clear()  # it went on
     if event.kind != "compile":
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done

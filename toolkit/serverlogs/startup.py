@@ -134,8 +134,9 @@ class Capture:
 
     @property
     def open(self) -> bool:
-        """Whether it may still go on."""
-        return self.outcome == "incomplete"
+        """Whether it may still go on: an exception alone may have been caught."""
+        ended = self.end or self.finished or self.skip or self.oom or self.failed
+        return ended is None and not any(error.fatal for error in self.errors)
 
     @property
     def ladder(self) -> tuple[int, ...] | None:
