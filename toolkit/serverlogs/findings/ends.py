@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.serverlogs.events import ErrorLine
-from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks, quoted
+from toolkit.serverlogs.findings.facts import Facts, gib, labels, listed, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -224,7 +224,7 @@ def log_incomplete(facts: Facts) -> Iterator[Finding]:
     begun = ""
     if open_captures:
         what = ", ".join(dict.fromkeys(f"{each.role} {each.phase}" for each in open_captures))
-        begun = f": the {what} capture has no end{of_ranks(ranks)}"
+        begun = f": the {what} capture has no end{of_ranks(ranks)}{_of_how_many(startup, ranks)}"
     if facts.followed:
         message = f"This start ends without an error{begun}, and another one follows: it was ended from outside."
         advice = "Look at time-outs and liveness probes, the host's memory and the container's limits."
@@ -240,6 +240,17 @@ def log_incomplete(facts: Facts) -> Iterator[Finding]:
         None,
         labels(ranks) if ranks else (),
     )
+
+
+def _of_how_many(startup: Startup, ranks: list[str]) -> str:
+    """Ranks that the log names, and those that it must have but does not name."""
+    seen = {rank for rank in startup.ranks if rank.named}
+    if len(seen) <= len(set(ranks)):
+        return ""
+    numbers = {rank.tp for rank in seen if rank.tp is not None and rank.dp is rank.pp is None}
+    silent = sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+    unseen = f"; {listed(f'TP{number}' for number in silent)} not in the log" if silent else ""
+    return f" ({len(set(ranks))} of {len(seen)} ranks{unseen})"
 
 
 def _incomplete(message: str, line: int) -> Finding:
