@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from toolkit.prefill.guards import GuardFacts, first_blocked
 from toolkit.serverlogs import diagnose
 from toolkit.serverlogs.diagnosis import Diagnosis
 from toolkit.serverlogs.findings import FINDINGS
 from toolkit.serverlogs.findings.finding import SEVERITIES, Finding
+from toolkit.serverlogs.findings.guards import guard_of
+from toolkit.settings import Backend
 
 LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
 # What each log must give, by the case that it was written from (tests/serverlogs/README.md).
@@ -73,7 +77,7 @@ WORDS = {
     "finding_disabled_by_hand": ("--disable-prefill-cuda-graph",),
     "finding_element_count": ("element counts",),
     "finding_first_bucket_compiled": ("114 s of 213.0 s", "6533 s"),
-    "finding_guard_gqa": ("Standard GQA", "a backend named by hand does not change this"),
+    "finding_guard_gqa": ("Standard GQA", "naming a backend does not skip this check"),
     "finding_kv_unchanged": ("74 to 42 buckets", "4.28 GiB", "151,168 tokens", "from 0.9 to 0.949"),
     "finding_no_room_for_kv": ("0.681 of the 23.50 GiB", "Raise mem_fraction_static"),
     "finding_oom_after_capture": ("2.0 MiB with 2.2 MiB free", "10.50 GiB were free after the captures"),
@@ -201,6 +205,30 @@ def test_a_named_release_that_has_no_such_rule_is_told() -> None:
     line = "[2026-08-05 00:00:00] Breakable CUDA graph is incompatible with LoRA; disabling prefill CUDA graph.\n"
     rule = next(one for one in diagnose(line, sglang_version="0.5.18").findings if one.code == "DISABLED_BY_RULE")
     assert "SGLang 0.5.18 does not have this rule" in rule.message
+
+
+def test_every_check_of_the_toolkit_is_known_by_its_words() -> None:
+    """The words are those that the toolkit's own guards print, which were taken from the executed releases."""
+    facts = GuardFacts(Backend.FULL, "target", False, False, False, True, (4, 8), 4, 64, 256, True, 4, 4)
+    printed = {
+        "eagle_target": {"eagle_target": True, "backend": Backend.TC_PIECEWISE},
+        "lora_unsupported": {"lora_unsupported": True},
+        "not_a_language_model": {"is_language_model": False},
+        "no_capture_sizes": {"buckets": ()},
+        "no_size_fits": {"capture_tokens": 2},
+        "no_layers": {"has_layers": False},
+        "non_standard_gqa": {"num_attention_layers": 3},
+    }
+    for code, change in printed.items():
+        blocked = first_blocked(dataclasses.replace(facts, **change))  # type: ignore[arg-type]
+        assert blocked is not None
+        assert blocked.log_line is not None
+        guard = guard_of(blocked.log_line)
+        assert guard is not None
+        assert guard.code == code == blocked.code
+        found = diagnose(f"[2026-09-01 00:00:00 TP0] {blocked.log_line}\n").findings
+        rule = next(one for one in found if one.code == "DISABLED_BY_RULE")
+        assert rule.advice == guard.advice
 
 
 def test_words_of_a_log_cannot_steer_a_terminal_or_a_page() -> None:

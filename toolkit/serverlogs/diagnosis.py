@@ -9,6 +9,7 @@ Everything here is read out of the log. With a model and a GPU, a forecast stand
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from toolkit.serverlogs.measured import Measured
+
+
+_VERSION = re.compile(r"\d{1,4}(?:\.\w{1,20}){1,5}(?:[+-][\w.]{1,40})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +183,10 @@ def diagnose(
         sglang_version: the release that wrote it, for example `0.5.17`; logs rarely say.
 
     Raises:
-        InvalidInput: the path cannot be read, or the model or GPU is unknown. What a log holds never raises.
+        InvalidInput: the path cannot be read, or a name given is unknown. What a log holds never raises.
     """
+    if sglang_version is not None and not _VERSION.fullmatch(sglang_version):
+        raise InvalidInput(f"version {sglang_version!r}", "a release such as 0.5.17", "leave it out if not known")
     log = read_log(_checked(source))
     version = sglang_version or _printed_version(log.startups)
     startups = tuple(log.startups)
@@ -198,7 +204,7 @@ def diagnose(
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
         replay=tuple(filter(None, map(replay_stats, startups))),
-        findings=in_order([*check_log(log, version), *(measured.misses() if measured else [])]),
+        findings=in_order([*check_log(log, sglang_version), *(measured.misses() if measured else [])]),
         measured=measured,
         notes=notes,
         counters=log.counters,

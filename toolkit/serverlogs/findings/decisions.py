@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from toolkit.serverlogs.events import DisableLine
 from toolkit.serverlogs.findings.facts import Facts, between, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.guards import guard_of
 from toolkit.serverlogs.versions import with_rule
 
 _GATE = "https://github.com/sgl-project/sglang/pull/31204"
@@ -84,7 +85,7 @@ def _rule(line: DisableLine) -> str:
         return f"a default for {line.cause}; naming a backend skips it"
     if line.code == "flag":
         return f"by hand, {line.cause}"
-    return f"{line.cause}; a backend named by hand does not change this"
+    return f"{line.cause}; naming a backend does not skip this check"
 
 
 def _releases(line: DisableLine, facts: Facts) -> str:
@@ -103,7 +104,8 @@ def _what_to_do(line: DisableLine) -> str:
         return "Leave the flag out to have the graph."
     if line.code == "all_graphs":
         return "Choose another attention or expert backend, or leave that mode; graphs come back with it."
-    return "Nothing to set: the model or its configuration cannot be captured in this release. Plan for eager prefill."
+    guard = guard_of(line.words)
+    return guard.advice if guard is not None else "Change what the line names, or plan for eager prefill."
 
 
 def _echoes(facts: Facts, lines: list[DisableLine]) -> list[DisableLine]:
@@ -158,7 +160,7 @@ def explicit_backend_ignored(facts: Facts) -> Iterator[Finding]:
             "warning",
             f"The backend {asked} was named, yet the prefill graph is off{of_ranks(ranks)}: {first.cause}.",
             (facts.startup.start.line, *(line.line for line in lines)),
-            "Checks at run time hold for named backends too. Plan for eager prefill, or change what the check names.",
+            f"Such checks hold for named backends too. {_what_to_do(first)}",
             None,
             labels(ranks),
         )
