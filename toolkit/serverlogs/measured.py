@@ -56,6 +56,7 @@ class Measured:
         verdicts: by policy; empty when the log does not say what was free.
         assumptions: of the forecast.
         lines: where that rank's prefill capture begins and ends.
+        whole: whether that capture came to its end; if not, its peak is a lower bound.
     """
 
     startup: int
@@ -67,6 +68,7 @@ class Measured:
     verdicts: tuple[Verdict, ...]
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
+    whole: bool = True
 
     def misses(self) -> list[Finding]:
         """A measurement of the graphs outside the forecast's range."""
@@ -74,6 +76,8 @@ class Measured:
         for row in self.rows:
             if row.what not in _JUDGED or row.measured is None or row.low <= row.measured <= row.high:
                 continue
+            if row.measured < row.low and not self.whole:
+                continue  # it needed at least that much
             side = "above" if row.measured > row.high else "below"
             found.append(
                 Finding(
@@ -120,8 +124,9 @@ def beside_forecast(
         return None, (f"no forecast: {error}",)
     rows = tuple(_rows(plan, ledger, capture))
     parts = startup.index, ledger.rank, plan.model.id, plan.gpu.id, plan.release.version
-    lines = capture.lines if capture is not None else ()
-    return Measured(*parts, rows, verdicts, plan.assumptions, lines), ()
+    lines = tuple(sorted(set(capture.lines))) if capture is not None else ()
+    whole = capture is not None and capture.outcome == "captured"
+    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole), ()
 
 
 def _known_model(startup: Startup) -> str | None:

@@ -12,16 +12,18 @@ from toolkit.serverlogs.startup import Capture, Startup
 
 _ALMOST_NONE_GIB = 0.1
 # What the words of a failure mean, the most particular first, and what to do.
-_KINDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
+_KINDS: tuple[tuple[re.Pattern[str], str, str, str | None], ...] = (
     (
         re.compile(r"memory[_ ]?saver", re.IGNORECASE),
         "the memory saver cannot be combined with breakable prefill graphs",
         "Leave out --enable-memory-saver, or turn the prefill graph off.",
+        None,
     ),
     (
         re.compile(r"INTERNAL ASSERT|CachingAllocator|captures_underway|private pool", re.IGNORECASE),
         "an assertion in PyTorch's allocator",
         "A lower fraction does not help. Turn the prefill graph off for this model, or use another release.",
+        "https://github.com/sgl-project/sglang/issues/35437",
     ),
     (
         re.compile(
@@ -30,20 +32,23 @@ _KINDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
         ),
         "kernels could not be compiled",
         "A lower fraction does not help. Install the matching compiler or the precompiled kernels.",
+        None,
     ),
     (
         re.compile(r"CUBLAS|illegal memory access|device-side assert|index out of (?:range|bounds)", re.IGNORECASE),
         "a kernel failed, as it does when a bucket is longer than the context",
         "Keep the largest bucket within the context length, or turn the prefill graph off.",
+        "https://github.com/ai-dynamo/dynamo/pull/8609",
     ),
     (
         re.compile(r"numel|number of elements|expanded size|shape|size mismatch|must match", re.IGNORECASE),
         "an assertion about element counts",
         "A lower fraction does not help. Turn the prefill graph off for this model, or use another release.",
+        None,
     ),
 )
-_OTHER = "a failure that does not speak of memory", "A lower fraction does not help; the message says what does."
-_CONTEXT = "https://github.com/ai-dynamo/dynamo/pull/8609"
+_OTHER = "a failure that does not speak of memory", "A lower fraction does not help; the message says what does.", None
+_LONG_COMPILATION = "https://github.com/sgl-project/sglang-omni/issues/1194"
 
 
 def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
@@ -94,17 +99,17 @@ def _failure_lines(capture: Capture) -> tuple[int, ...]:
 
 
 def _kind(words: str, facts: Facts) -> tuple[str, str, str | None]:
-    found = next(((kind, advice) for pattern, kind, advice in _KINDS if pattern.search(words)), _OTHER)
-    kind, advice = found
+    matching = [(kind, advice, source) for pattern, kind, advice, source in _KINDS if pattern.search(words)]
+    kind, advice, source = matching[0] if matching else _OTHER
     if "context" not in kind:
-        return kind, advice, None
+        return kind, advice, source
     context = facts.argument("context_length")
     largest = max(
         (bucket for each in facts.captures for bucket in each.buckets or () if each.phase == "prefill"), default=0
     )
     if isinstance(context, int) and 0 < context < largest:
         kind = f"a kernel failed, and the largest bucket ({largest}) is longer than the context ({context})"
-    return kind, advice, _CONTEXT
+    return kind, advice, source
 
 
 def _but_little_was_free(group: list[Capture]) -> str:
@@ -175,7 +180,7 @@ def _still(facts: Facts, captures: list[Capture]) -> Iterator[Finding]:
         tuple([*([bar.line] if bar else []), *(line.line for line in words)][:20]),
         "Look for nvcc, cicc, ptxas or cc1plus at full CPU before ending it; the bar's prediction means nothing yet. "
         f"{_FROM_FIELD} Keep MAX_JOBS small where host memory is.",
-        None,
+        _LONG_COMPILATION,
         labels(ranks),
     )
 

@@ -13,7 +13,11 @@ from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
 _MUCH_GIB = 1.0
-_FIRST_PAYS = "https://github.com/sgl-project/sglang/pull/14476"
+_CASES = {
+    "allocator": "https://github.com/sgl-project/sglang/pull/14476",
+    "driver": "https://github.com/sgl-project/sglang/pull/39713",
+}
+_WHILE_SERVING = "https://github.com/sgl-project/sglang-omni/pull/1528"
 _CEILING_FLAGS = {"prefill": "--cuda-graph-max-bs-prefill", "decode": "--cuda-graph-max-bs-decode"}
 _OLD_CEILING_FLAGS = {"prefill": "--piecewise-cuda-graph-max-tokens", "decode": "--cuda-graph-max-bs"}
 
@@ -36,7 +40,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
             _make_room(facts, capture, report, ooms[0]),
-            _FIRST_PAYS if phase == "prefill" else None,
+            _CASES[ooms[0].source] if phase == "prefill" else None,
             labels(ranks),
         )
 
@@ -107,7 +111,7 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
         tuple(each.line for each in ooms),
         f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
         "chunked_prefill_size takes less for an eager prefill.",
-        None,
+        _WHILE_SERVING,
         labels(ranks),
     )
 

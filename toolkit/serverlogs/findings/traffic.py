@@ -13,7 +13,11 @@ from toolkit.serverlogs.replay import REASONS, LengthRow, ReplayStats
 _ENOUGH_TO_JUDGE, _ENOUGH_FOR_UNUSED = 20, 200
 _LARGE_SHARE, _UNUSED_SHARE = 0.1, 0.1
 _LEAST_CHUNK = 1024
-_TWICE = "https://github.com/sgl-project/sglang/pull/31487"
+_SOURCES = {
+    "too_short": "https://github.com/sgl-project/sglang/pull/31487",
+    "too_long": "https://github.com/sgl-project/sglang-omni/pull/1398",
+}
+_FROM_TRAFFIC = "https://github.com/sgl-project/sglang-omni/pull/1900"
 _CEILING = "--cuda-graph-max-bs-prefill"
 _LIST = "--cuda-graph-bs-prefill"
 
@@ -71,6 +75,7 @@ def ladder_unused(facts: Facts) -> Iterator[Finding]:
         tuple(capture.lines[:1] if capture else ()) + tuple(row.first_line for row in stats.rows[:1]),
         f"A shorter list ({_LIST}) starts faster; a lower ceiling ({_CEILING} {used[-1]}) gives memory back, if longer "
         "prefills do not come.",
+        _FROM_TRAFFIC,
     )
 
 
@@ -98,7 +103,7 @@ def eager_prefills(facts: Facts) -> Iterator[Finding]:
         f"{stats.eager:,} of {told:,} prefills ({100 * share:.1f} %) ran eager: {'; '.join(parts)}.",
         tuple(sorted(row.first_line for row in rows)[:20]),
         _advice(facts, stats, rows),
-        _TWICE if "too_short" in stats.eager_by_reason else None,
+        _SOURCES.get(_by_count(stats)[0][0]),
     )
 
 
