@@ -231,6 +231,21 @@ def test_every_check_of_the_toolkit_is_known_by_its_words() -> None:
         assert rule.advice == guard.advice
 
 
+def test_vllm_gets_advice_in_its_own_words() -> None:
+    worker = "(EngineCore_0 pid=1) ERROR 10-05 09:11:20 [core.py:800] "
+    start = "(EngineCore_0 pid=1) INFO 10-05 09:11:00 [core.py:12] Initializing a V1 LLM engine (v0.19.0) with config: "
+    bar = "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  10%|# | 5/51 [00:03<00:10, 15.20it/s]"
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
+    found = diagnose(f"{start}model='m', tensor_parallel_size=1\n{bar}\n{worker}{error}\n").findings
+    assert [one.code for one in found] == ["OOM_IN_CAPTURE"]
+    assert "gpu_memory_utilization" in found[0].advice
+    assert "mem_fraction_static" not in found[0].advice
+    eager = diagnose(
+        f"{start}model='m', enforce_eager=True, dtype=x\nINFO:     Application startup complete.\n"
+    ).findings
+    assert [(one.code, one.severity) for one in eager] == [("DISABLED_BY_RULE", "info")]
+
+
 def test_words_of_a_log_cannot_steer_a_terminal_or_a_page() -> None:
     text = (
         (LOGS / "finding_element_count.log").read_text().replace("number of elements", "number of elements \u202e<b>")

@@ -62,6 +62,15 @@ def disabled_by_rule(facts: Facts) -> Iterator[Finding]:
             labels(ranks),
         )
     yield from _only_an_echo(facts)
+    yield from _vllm_eager(facts)
+
+
+def _vllm_eager(facts: Facts) -> Iterator[Finding]:
+    start = facts.startup.start
+    if start is None or start.engine != "vllm" or facts.argument("enforce_eager") is not True:
+        return
+    message = "Every CUDA graph was turned off: by hand, enforce_eager."
+    yield Finding("DISABLED_BY_RULE", "info", message, (start.line,), "Leave it out to have graphs.")
 
 
 def _by_cause(disables: list[DisableLine]) -> list[list[DisableLine]]:

@@ -30,8 +30,9 @@ _KINDS: tuple[tuple[re.Pattern[str], str, str, str | None], ...] = (
             r"compil|nvcc|ninja|ptxas|nvrtc|triton|inductor|dynamo|\bJIT\b|cpp_extension|CalledProcessError|cutlass",
             re.IGNORECASE,
         ),
-        "kernels could not be compiled",
-        "A lower fraction does not help. Install the matching compiler or the precompiled kernels.",
+        "the model or its kernels could not be compiled",
+        "A lower fraction does not help. Install the matching compiler or precompiled kernels, or turn the "
+        "prefill graph off.",
         None,
     ),
     (
@@ -90,7 +91,8 @@ def _stops_in_traceback(startup: Startup) -> bool:
 
 def _words(capture: Capture) -> str:
     parts = [capture.failed.message] if capture.failed else []
-    return " | ".join([*parts, *(error.message for error in capture.errors)])
+    causes = [error.message for error in capture.errors if error.kind not in _ENDS]
+    return " | ".join([*parts, *causes])
 
 
 def _failure_lines(capture: Capture) -> tuple[int, ...]:

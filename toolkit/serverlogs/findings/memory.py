@@ -66,6 +66,9 @@ def _who(oom: OutOfMemory) -> str:
 
 def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOfMemory) -> str:
     missing = missing_gib(report, oom.tried_gib, oom.free_gib)
+    if facts.startup.engine == "vllm":
+        least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
+        return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
     ceiling = lower_ceiling(report)
     old = capture.begin is None or capture.begin.wording == "old"
     flags = _CEILING_FLAGS if not old else _OLD_CEILING_FLAGS
@@ -84,6 +87,8 @@ def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOf
 
 
 def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
+    if facts.startup.engine == "vllm":
+        return "lower gpu_memory_utilization."
     fraction = facts.argument("mem_fraction_static")
     lowered = lower_fraction(fraction, ledger, missing)
     if lowered is not None:
