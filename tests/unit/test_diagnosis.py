@@ -198,8 +198,11 @@ def test_a_path_that_cannot_be_read_is_bad_input(tmp_path: Path) -> None:
     for source in (tmp_path / "nothing.log", tmp_path, str(tmp_path / "nothing.log")):
         with pytest.raises(InvalidInput):
             diagnose(source)
-    with pytest.raises(InvalidInput, match="compare several"):
-        diagnose([LOGS / "sglang_clean.log", LOGS / "sglang_gate.log"])  # type: ignore[arg-type]
+    two = [LOGS / "sglang_clean.log", LOGS / "sglang_gate.log"]
+    for several in (two, [str(path) for path in two]):
+        with pytest.raises(InvalidInput, match="compare several"):
+            diagnose(several)  # type: ignore[arg-type]
+    assert diagnose(two[:1]).captures == diagnose(two[0]).captures  # type: ignore[arg-type]
 
 
 def test_the_package_offers_it() -> None:

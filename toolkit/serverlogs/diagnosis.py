@@ -213,12 +213,21 @@ def diagnose(
 
 
 def _checked(source: Source) -> Source:
-    """Several logs are no one log: their lines would carry the same numbers."""
-    if isinstance(source, list | tuple) and source and all(isinstance(item, os.PathLike) for item in source):
-        raise InvalidInput(
-            f"{len(source)} logs at once", "one log", "compare several with toolkit.serverlogs.compare_logs(paths)"
-        )
-    return source
+    """Several logs are no one log: their lines would carry the same numbers. A list of one path is that path."""
+    if not isinstance(source, list | tuple) or not source or not all(map(_is_path, source[:_MOST_PATHS])):
+        return source
+    if len(source) == 1:
+        return source[0]
+    raise InvalidInput(f"{len(source)} logs at once", "one log", "compare several with toolkit.compare_logs(a, b)")
+
+
+_MOST_PATHS = 20
+
+
+def _is_path(item: object) -> bool:
+    if isinstance(item, os.PathLike):
+        return True
+    return isinstance(item, str) and 0 < len(item) < 4096 and "\n" not in item and os.path.isfile(item)
 
 
 def _name(source: Source) -> str:

@@ -11,7 +11,7 @@ from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.replay import ReplayStats
-from toolkit.serverlogs.startup import Startup
+from toolkit.serverlogs.startup import Capture, Startup
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Facts:
         return "--cuda-graph-backend-prefill=disabled" if off else None
 
     @property
+    def flags(self) -> dict[str, str]:
+        """The flags of this build for `prefill` and `decode` ceilings, and `buckets` for the prefill list itself."""
+        return _OLD_FLAGS if any(_is_old(each) for each in self.startup.captures) else _FLAGS
+
+    @property
     def mla(self) -> bool:
         """Whether the KV pool is that of an MLA model: one size for K and V together."""
         pools = [pool for log in self.startup.ranks.values() for pool in log.kv_pools if not pool.after_capture]
@@ -71,6 +76,24 @@ class Facts:
     def ledger_of(self, rank: str) -> RankLedger | None:
         """The memory of one rank."""
         return next((ledger for ledger in self.ledgers if ledger.rank == rank), None)
+
+
+_FLAGS = {
+    "prefill": "--cuda-graph-max-bs-prefill",
+    "decode": "--cuda-graph-max-bs-decode",
+    "buckets": "--cuda-graph-bs-prefill",
+}
+_OLD_FLAGS = {
+    "prefill": "--piecewise-cuda-graph-max-tokens",
+    "decode": "--cuda-graph-max-bs",
+    "buckets": "--piecewise-cuda-graph-tokens",
+}
+
+
+def _is_old(capture: Capture) -> bool:
+    """Builds up to about June 2026, by their wording; a failed capture that only bars tell of is taken for theirs."""
+    said = capture.end or capture.begin
+    return said.wording == "old" if said is not None else capture.skip is None
 
 
 Check = Callable[[Facts], Iterable[Finding]]

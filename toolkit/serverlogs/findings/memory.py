@@ -18,8 +18,6 @@ _CASES = {
     "driver": "https://github.com/sgl-project/sglang/pull/39713",
 }
 _WHILE_SERVING = "https://github.com/sgl-project/sglang-omni/pull/1528"
-_CEILING_FLAGS = {"prefill": "--cuda-graph-max-bs-prefill", "decode": "--cuda-graph-max-bs-decode"}
-_OLD_CEILING_FLAGS = {"prefill": "--piecewise-cuda-graph-max-tokens", "decode": "--cuda-graph-max-bs"}
 
 
 def oom_in_capture(facts: Facts) -> Iterator[Finding]:
@@ -29,7 +27,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
         if capture.outcome == "oom" and capture.oom is not None:
             groups.setdefault((capture.role, capture.phase), []).append((capture, report))
     for (role, phase), failed in groups.items():
-        capture, report = max(failed, key=lambda each: len(each[1].series))
+        report = max((each for _, each in failed), key=lambda each: len(each.series))
         ooms = [each.oom for each, _ in failed if each.oom is not None]
         ranks = [each.rank.label for each, _ in failed]
         bars = [each.last_bar.line for each, _ in failed if each.last_bar is not None]
@@ -39,7 +37,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
-            _make_room(facts, capture, report, ooms[0]),
+            _make_room(facts, report, ooms[0]),
             _CASES[ooms[0].source] if phase == "prefill" else None,
             labels(ranks),
         )
@@ -64,15 +62,13 @@ def _who(oom: OutOfMemory) -> str:
     return f"PyTorch's allocator failed{tried}{free}"
 
 
-def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOfMemory) -> str:
+def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     missing = missing_gib(report, oom.tried_gib, oom.free_gib)
     if facts.startup.engine == "vllm":
         least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
         return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
     ceiling = lower_ceiling(report)
-    old = capture.begin is None or capture.begin.wording == "old"
-    flags = _CEILING_FLAGS if not old else _OLD_CEILING_FLAGS
-    flag = flags["prefill" if report.phase == "prefill" else "decode"]
+    flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
     if missing is not None:
         least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder

@@ -18,8 +18,6 @@ _SOURCES = {
     "too_long": "https://github.com/sgl-project/sglang-omni/pull/1398",
 }
 _FROM_TRAFFIC = "https://github.com/sgl-project/sglang-omni/pull/1900"
-_CEILING = "--cuda-graph-max-bs-prefill"
-_LIST = "--cuda-graph-bs-prefill"
 
 
 def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
@@ -45,13 +43,13 @@ def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
         f"The largest bucket, {largest} tokens, is under the chunk of {chunk}: longer chunks run eager, and their "
         f"memory is needed beside the graphs; {why}.",
         tuple(lines),
-        _one_step(largest, chunk),
+        _one_step(facts, largest, chunk),
     )
 
 
-def _one_step(largest: int, chunk: int) -> str:
+def _one_step(facts: Facts, largest: int, chunk: int) -> str:
     """Ceiling and chunk on one step of the ladder; a chunk of a few tokens is no advice."""
-    ways = [f"{_CEILING} {chunk}"] if chunk in generate_prefill_buckets(chunk) else []
+    ways = [f"{facts.flags['prefill']} {chunk}"] if chunk in generate_prefill_buckets(chunk) else []
     ways += [f"chunked_prefill_size {largest}"] if largest >= _LEAST_CHUNK or not ways else []
     return f"Set both to one step of the ladder: {' or '.join(ways)}."
 
@@ -66,6 +64,7 @@ def ladder_unused(facts: Facts) -> Iterator[Finding]:
     if len(stats.unused_buckets) < _UNUSED_SHARE * count or not used:
         return
     capture = first_prefill(facts.startup)
+    flags = facts.flags
     cost = _cost(facts, len(stats.unused_buckets))
     yield Finding(
         "LADDER_UNUSED",
@@ -73,8 +72,8 @@ def ladder_unused(facts: Facts) -> Iterator[Finding]:
         f"{len(stats.unused_buckets)} of {count} buckets were not used by {stats.replayed:,} replayed prefills; the "
         f"largest used is {used[-1]} tokens{cost}.",
         tuple(capture.lines[:1] if capture else ()) + tuple(row.first_line for row in stats.rows[:1]),
-        f"A shorter list ({_LIST}) starts faster; a lower ceiling ({_CEILING} {used[-1]}) gives memory back, if longer "
-        "prefills do not come.",
+        f"A shorter list ({flags['buckets']}) starts faster; a lower ceiling ({flags['prefill']} {used[-1]}) gives "
+        "memory back, if longer prefills do not come.",
         _FROM_TRAFFIC,
     )
 
@@ -112,15 +111,16 @@ def _by_count(stats: ReplayStats) -> list[tuple[str, int]]:
 
 
 def _advice(facts: Facts, stats: ReplayStats, rows: list[LengthRow]) -> str:
-    reason = _by_count(stats)[0][0]
+    reason, flags = _by_count(stats)[0][0], facts.flags
     lengths = [row.tokens for row in rows if row.reason == reason]
     if reason == "too_long":
         chunk = f" (the chunk is {facts.chunk})" if facts.chunk is not None else ""
-        return f"Raise the ceiling ({_CEILING}) to at least {max(lengths)} tokens{chunk}; check by a plan that it fits."
-    if reason == "too_short":
         return (
-            f"Harmless if rare. If not, add buckets from {min(lengths)} tokens on ({_LIST}): each costs little memory."
+            f"Raise the ceiling ({flags['prefill']}) to at least {max(lengths)} tokens{chunk}; a plan says if it fits."
         )
+    if reason == "too_short":
+        start = f"add buckets from {min(lengths)} tokens on ({flags['buckets']})"
+        return f"Harmless if rare. If not, {start}: each costs little memory."
     if reason == "other":
         return "Look at cached prefixes, images, logprobs and hidden states: they can keep a prefill out of the graphs."
     if reason == "no_graph":
