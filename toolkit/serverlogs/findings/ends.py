@@ -74,17 +74,28 @@ def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
 
 # Words of an end that name no cause; the cause stands before or after them.
 _ENDS = ("SchedulerException", "ChildDied", "EngineFailed")
+# What a line may have been about to say when the log was cut inside it.
 _OPEN_END = "Traceback (most recent call last):"
+_NO_ROOM = "Not enough memory. Please try to increase"
+_COMPLETE = (_OPEN_END, "CUDA error: out of memory", "CUDA out of memory", _NO_ROOM)
 
 
 def _says_why(capture: Capture) -> bool:
-    return capture.failed is not None or any(error.kind not in _ENDS for error in capture.errors)
+    causes = [error for error in capture.errors if error.kind not in _ENDS and not _is_cut(error.message)]
+    return capture.failed is not None or bool(causes)
+
+
+def _is_cut(message: str) -> bool:
+    """Whether a message ends where another one, of another meaning, may have gone on."""
+    said = message.rstrip()
+    _, colon, rest = said.partition(": ")
+    return said.endswith((":", "exception")) or (bool(colon) and any(words.startswith(rest) for words in _COMPLETE))
 
 
 def _stops_in_traceback(startup: Startup) -> bool:
     """The last thing said is that a traceback follows: why the server failed is in what is missing."""
     last = max((error for error in startup.errors), key=lambda error: error.line, default=None)
-    if last is None or not last.message.rstrip().endswith(_OPEN_END):
+    if last is None or not _is_cut(last.message):
         return False
     return all(each.line <= last.line for each in (*startup.ooms, *startup.failures))
 
