@@ -255,6 +255,24 @@ def test_words_of_a_log_cannot_steer_a_terminal_or_a_page() -> None:
     assert "<b>" not in diagnosis._repr_html_()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("mem_fraction_static=0.9, chunked_prefill_size=2048", "mem_fraction_static=0.88, chunked_prefill_size=2048"),
+        ("chunked_prefill_size=2048)", "chunked_prefill_size=2048, max_total_tokens=151168)"),
+        ("#tokens: 151168", "#tokens: 151170"),
+        ("num_tokens=[4, 8, 12,", "num_tokens=[1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 4, 8, 12,"),
+    ],
+)
+def test_trimming_is_only_blamed_where_nothing_else_changed(change: tuple[str, str]) -> None:
+    text = (LOGS / "finding_kv_unchanged.log").read_text()
+    at = text.rindex("server_args=")
+    changed = text[:at] + text[at:].replace(*change)
+    assert changed != text
+    codes = {one.code for one in diagnose(changed).findings}
+    assert ("KV_UNCHANGED_BY_TRIMMING" in codes) is ("num_tokens" in change[0])
+
+
 def _oom(advice_of: Diagnosis) -> Finding:
     return next(one for one in advice_of.findings if one.code == "OOM_IN_CAPTURE")
 

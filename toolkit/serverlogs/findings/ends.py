@@ -75,9 +75,12 @@ def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
 # Words of an end that name no cause; the cause stands before or after them.
 _ENDS = ("SchedulerException", "ChildDied", "EngineFailed")
 # What a line may have been about to say when the log was cut inside it.
-_OPEN_END = "Traceback (most recent call last):"
-_NO_ROOM = "Not enough memory. Please try to increase"
-_COMPLETE = (_OPEN_END, "CUDA error: out of memory", "CUDA out of memory", _NO_ROOM)
+_COMPLETE = (
+    "Traceback (most recent call last):",
+    "CUDA error: out of memory",
+    "CUDA out of memory",
+    "Not enough memory. Please try to increase",
+)
 
 
 def _says_why(capture: Capture) -> bool:
