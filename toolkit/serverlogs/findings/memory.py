@@ -1,0 +1,208 @@
+"""Memory ran out: before, inside or after a capture. What to lower depends on which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.serverlogs.capture_report import CaptureReport
+from toolkit.serverlogs.events import OutOfMemory
+from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
+from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.room import lower_ceiling, lower_fraction, missing_gib
+from toolkit.serverlogs.ledger import RankLedger, tightest
+from toolkit.serverlogs.startup import Capture, Startup
+
+_MUCH_GIB = 1.0
+_CASES = {
+    "allocator": "https://github.com/sgl-project/sglang/pull/14476",
+    "driver": "https://github.com/sgl-project/sglang/pull/39713",
+}
+_WHILE_SERVING = "https://github.com/sgl-project/sglang-omni/pull/1528"
+
+
+def oom_in_capture(facts: Facts) -> Iterator[Finding]:
+    """Memory ran out while graphs were captured."""
+    groups: dict[tuple[str, str], list[tuple[Capture, CaptureReport]]] = {}
+    for capture, report in _paired(facts):
+        if capture.outcome == "oom" and capture.oom is not None:
+            groups.setdefault((capture.role, capture.phase), []).append((capture, report))
+    for (role, phase), failed in groups.items():
+        report = max((each for _, each in failed), key=lambda each: len(each.series))
+        ooms = [each.oom for each, _ in failed if each.oom is not None]
+        ranks = [each.rank.label for each, _ in failed]
+        bars = [each.last_bar.line for each, _ in failed if each.last_bar is not None]
+        yield Finding(
+            "OOM_IN_CAPTURE",
+            "error",
+            f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
+            f"{_who(ooms[0])}.",
+            (*bars, *(oom.line for oom in ooms)),
+            _make_room(facts, report, ooms[0]),
+            _CASES[ooms[0].source] if phase == "prefill" else None,
+            labels(ranks),
+        )
+
+
+def _where(report: CaptureReport) -> str:
+    if report.stopped_at is None:
+        return ""
+    unit = "tokens" if report.phase == "prefill" else "requests"
+    place = f" at the bucket of {report.stopped_at} {unit}"
+    if report.done is not None and report.n_buckets is not None:
+        place += f" (number {report.done + 1} of {report.n_buckets}, largest first)"
+    last = report.series[-1] if report.series else None
+    return place + (f" with {gib(last.free_gib)} free before it" if last and last.free_gib is not None else "")
+
+
+def _who(oom: OutOfMemory) -> str:
+    if oom.source == "driver":
+        return "the CUDA driver had none left, which is memory outside PyTorch's allocator such as the graphs' own"
+    tried = f" for {gib(oom.tried_gib)}" if oom.tried_gib is not None else ""
+    free = f" with {gib(oom.free_gib)} free" if oom.free_gib is not None else ""
+    return f"PyTorch's allocator failed{tried}{free}"
+
+
+def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
+    missing = missing_gib(report, oom.tried_gib, oom.free_gib)
+    if facts.startup.engine == "vllm":
+        least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
+        return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
+    ceiling = lower_ceiling(report)
+    flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
+    parts = []
+    if missing is not None:
+        least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder
+        parts.append(f"{least} {gib(missing)} more was needed.")
+    else:
+        parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
+    if ceiling is not None:
+        parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
+    else:
+        parts.append(f"Lower the ceiling ({flag}), not the number of small buckets.")
+    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), missing)])
+
+
+def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
+    if facts.startup.engine == "vllm":
+        return "lower gpu_memory_utilization."
+    fraction = facts.argument("mem_fraction_static")
+    lowered = lower_fraction(fraction, ledger, missing)
+    if lowered is not None:
+        return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
+    if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
+        worth = 0.01 * ledger.baseline_gib
+        return f"lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
+    lacking = "server_args" if not isinstance(fraction, float) else "Load weight begin"
+    return f"lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
+
+
+def oom_after_capture(facts: Facts) -> Iterator[Finding]:
+    """Memory ran out when the graphs were done: warm-up or serving."""
+    ooms = [oom for oom in _outside(facts.startup) if _captured_before(facts.startup, oom)]
+    if not ooms:
+        return
+    oom = ooms[0]
+    ledger = facts.ledger_of(oom.rank.label) or tightest(facts.ledgers)
+    ranks = [each.rank.label for each in ooms if each.rank.named]
+    missing = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
+    yield Finding(
+        "OOM_AFTER_CAPTURE",
+        "error",
+        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
+        tuple(each.line for each in ooms),
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
+        "chunked_prefill_size takes less for an eager prefill.",
+        _WHILE_SERVING,
+        labels(ranks),
+    )
+
+
+def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
+    """What took the memory: serving itself, where much was free after the captures, else the largest owner."""
+    if ledger is None:
+        return "What holds the memory is n/a: the log has no memory figures of that start."
+    left = ledger.free_at_end_gib
+    since = left - oom.free_gib if left is not None and oom.free_gib is not None else 0.0
+    if left is not None and since > max(_MUCH_GIB, left / 2):
+        return (
+            f"{gib(left)} were free after the captures, so serving took {gib(since)} since then: activations of eager "
+            "prefills, caches outside the KV pool, or another process."
+        )
+    owners = {"the KV pool": (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0)}
+    for report in facts.captures:
+        if report.rank == ledger.rank and report.mem_usage_gib is not None:
+            name = f"the {report.role} {report.phase} graph"
+            owners[name] = owners.get(name, 0.0) + report.mem_usage_gib
+    known = {name: size for name, size in sorted(owners.items(), key=lambda each: -each[1]) if size > 0}
+    if not known:
+        return "What holds the memory is n/a: the log has no pool or capture figures."
+    largest, *_ = known
+    listed = ", ".join(f"{name} {gib(size)}" for name, size in known.items())
+    free = f"; {gib(ledger.free_at_end_gib)} were left" if ledger.free_at_end_gib is not None else ""
+    return f"Beside the weights, {largest} takes the most: {listed}{free}."
+
+
+def oom_before_capture(facts: Facts) -> Iterator[Finding]:
+    """Memory ran out while weights, pools or buffers were allocated: no graph was involved."""
+    startup = facts.startup
+    ooms = [oom for oom in _outside(startup) if not _captured_before(startup, oom)]
+    if not ooms or startup.engine == "unknown" or not startup.ranks:
+        return
+    ranks = [each.rank.label for each in ooms if each.rank.named]
+    yield Finding(
+        "OOM_BEFORE_CAPTURE",
+        "error",
+        f"Memory ran out before any graph was captured{of_ranks(ranks)}: {_who(ooms[0])}.",
+        tuple(each.line for each in ooms),
+        "Graphs are not the cause: look at weights, the KV pool and other processes on the card. If weights were "
+        "loaded, lower mem_fraction_static; if not, use more ranks or smaller weights.",
+        None,
+        labels(ranks),
+    )
+
+
+def no_room_for_kv(facts: Facts) -> Iterator[Finding]:
+    """Weights left nothing of the fraction for the KV cache."""
+    errors = [error for error in facts.startup.errors if error.kind == "NotEnoughMemory"]
+    if not errors:
+        return
+    ledger, fraction = tightest(facts.ledgers), facts.argument("mem_fraction_static")
+    figures = ""
+    if ledger is not None and ledger.baseline_gib and ledger.free_after_weights_gib is not None:
+        share = 1 - ledger.free_after_weights_gib / ledger.baseline_gib
+        figures = f" Weights alone take {share:.3f} of the {gib(ledger.baseline_gib)} that were free before them."
+    asked = f" of {fraction}" if isinstance(fraction, float) else ""
+    yield Finding(
+        "NO_ROOM_FOR_KV",
+        "error",
+        f"mem_fraction_static{asked} leaves no memory for the KV cache beside the weights.{figures}",
+        tuple(error.line for error in errors),
+        "Raise mem_fraction_static (the opposite of what a failed capture asks for), or use more ranks or smaller "
+        "weights.",
+    )
+
+
+def _paired(facts: Facts) -> list[tuple[Capture, CaptureReport]]:
+    if len(facts.startup.captures) != len(facts.captures):
+        return []  # vLLM, whose captures are told by other lines
+    return list(zip(facts.startup.captures, facts.captures, strict=True))
+
+
+def _outside(startup: Startup) -> list[OutOfMemory]:
+    """Words about missing memory that belong to no capture, nor to the failure of one."""
+    first = min((each.oom.line for each in startup.captures if each.oom is not None), default=None)
+    up = min([each.line for each in startup.limits] + ([startup.ready.line] if startup.ready else []), default=None)
+    if first is None:
+        return startup.ooms
+    return [oom for oom in startup.ooms if oom.line < first or (up is not None and oom.line > up)]
+
+
+def _captured_before(startup: Startup, oom: OutOfMemory) -> bool:
+    ended = any(
+        (each.end is not None and each.end.line < oom.line)
+        or (each.finished is not None and each.finished.line < oom.line)
+        for each in startup.captures
+    )
+    finished = any(event.line < oom.line for log in startup.ranks.values() for event in log.vllm.finished)
+    up = startup.ready is not None or bool(startup.limits)
+    return ended or finished or (up and startup.last_line >= oom.line)

@@ -1,0 +1,68 @@
+"""Which SGLang releases can have written a log, by wording that came or went with a release.
+
+Source: SGLang 0.5.15 to 0.5.23, released code, executed or read (data/sglang_rules.json has the rules by release).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from toolkit.serverlogs.events import DisableLine
+from toolkit.serverlogs.startup import Startup
+
+_FIRST, _LAST = 15, 23
+VERSIONS = tuple(f"0.5.{patch}" for patch in range(_FIRST, _LAST + 1))
+
+
+def possible_versions(startups: Sequence[Startup]) -> tuple[str, ...]:
+    """Releases whose wording the log has; empty when nothing narrows them down, nothing fits, or it is older."""
+    bounds = [bound for startup in startups for bound in _bounds(startup)]
+    if not bounds or any(_is_older(startup) for startup in startups):
+        return ()
+    least, most = max(low for low, _ in bounds), min(high for _, high in bounds)
+    return VERSIONS[least - _FIRST : most - _FIRST + 1]
+
+
+def with_rule(cause: str) -> tuple[str, ...]:
+    """Releases whose breakable backend has a config rule of that name; empty when it is unknown."""
+    return tuple(version for version in VERSIONS if cause in _names_of_rules(version))
+
+
+@cache
+def _names_of_rules(version: str) -> frozenset[str]:
+    from toolkit.memory.release import get_release
+
+    return frozenset(rule.name for rule in get_release(version).rules if rule.line is not None)
+
+
+def _is_older(startup: Startup) -> bool:
+    begins = [capture.begin for capture in startup.captures if capture.begin is not None]
+    return any(begin.wording == "old" for begin in begins)
+
+
+def _bounds(startup: Startup) -> Iterator[tuple[int, int]]:
+    if startup.gates:
+        yield 16, 17
+    if startup.timings is not None:
+        yield 17, _LAST
+    for log in startup.ranks.values():
+        if log.baseline is not None:
+            yield 21, _LAST
+        if log.init is not None and log.init.usage_gib is not None:
+            yield _FIRST, 20
+        for capture in log.captures:
+            if capture.begin is not None:
+                yield _FIRST, _LAST
+            if capture.end is not None and capture.end.ladder is not None:
+                yield 22, _LAST
+    if any(notice.code == "moved_to_tc_piecewise" for notice in startup.notices):
+        yield 16, 21
+    for line in startup.disables:
+        yield from _of_rule(line)
+
+
+def _of_rule(line: DisableLine) -> Iterator[tuple[int, int]]:
+    found = with_rule(line.cause) if line.code == "breakable_rule" else ()
+    if found:
+        yield VERSIONS.index(found[0]) + _FIRST, VERSIONS.index(found[-1]) + _FIRST
