@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
+from toolkit.policies import get_policy
 from toolkit.runs.record import RunRecord
 
 if TYPE_CHECKING:
@@ -47,5 +48,6 @@ def forecast_run(
         request_slots=settings.request_slots,
         max_context=settings.max_context,
         kv_cache_tokens=kv_cache_tokens,
+        kv_first=get_policy(settings.policy).kv_first,
         gpu=None if on_cpu else resolve_gpu(str(device.get("name"))),
     )
