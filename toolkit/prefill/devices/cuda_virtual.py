@@ -33,7 +33,7 @@ class CudaReservation:
         self._handles: list[tuple[int, int, Any]] = []
         self.backed_bytes = 0
         # The tensor holds the range and may outlive this object: memory goes when the range does.
-        where = _Range(self._base, nbytes)
+        self._where = where = _Range(self._base, nbytes)
         weakref.finalize(where, _unmap, self._driver, index, self._base, self._size, self._handles).atexit = False
         # Torch asks the driver whose pointer this is, which it only knows once something is mapped there.
         self.back(max(backed_bytes, 1))
