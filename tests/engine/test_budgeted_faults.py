@@ -19,19 +19,11 @@ from toolkit.prefill.model_runner import ModelRunner
 from toolkit.prefill.runners import EagerRunner, PrefillCudaGraphRunner
 from toolkit.prefill.setup import GraphCapture, capture_prefill_graph
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 KINDS = ("full", "breakable", "tc_piecewise")
 LADDER = (4, 16, 32)
 ORDER = (32, 16, 4)
 LOST = 30 * MIB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Captures collect garbage first; what stands before this module need not be walked each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make(backend: str = "breakable", buckets: tuple[int, ...] = LADDER) -> tuple[FaultyDevice, ModelRunner]:
@@ -221,21 +213,24 @@ def test_buckets_that_cannot_be_looked_at_are_not_kept(
     assert "nobody can say whether they are valid" in result.reason
 
 
-def test_memory_that_runs_out_while_prefixes_are_made_costs_no_slots(
-    before_the_check: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_memory_that_runs_out_in_an_eager_pass_costs_no_slots(
+    call: int, before_the_check: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Among them are passes over prefixes, before there is a batch."""
     device, runner = make()
     before, forward, calls = device.free_bytes(), runner.forward_eager, []  # type: ignore[var-annotated]
     device.faults.append(Fault(4, "warm-up"))
 
     def failing(batch: Any) -> torch.Tensor:
         calls.append(batch)
-        if len(calls) == 2:
+        if len(calls) == call:
             raise torch.OutOfMemoryError("injected into an eager pass")
         return forward(batch)
 
     before_the_check.append(lambda: monkeypatch.setattr(runner, "forward_eager", failing))
     result = run(runner)
+    assert len(calls) == call
     monkeypatch.undo()
     assert_recovered(result, runner, before, 4, ())
 

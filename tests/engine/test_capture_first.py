@@ -26,6 +26,7 @@ from toolkit.runs.foretell import foretell
 from toolkit.runs.record import RunRecord
 from toolkit.settings import CaptureSettings
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 LADDER = (8, 64, 256)
 KINDS = ("full", "breakable", "tc_piecewise")
 SHAPES: dict[str, dict[str, Any]] = {

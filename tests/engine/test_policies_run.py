@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from toolkit.runs.execute import execute
 from toolkit.runs.record import RunRecord
 from toolkit.settings import CaptureSettings
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 ROOT = Path(__file__).resolve().parents[2]
 LADDER = (16, 128, 512)
 MIB = 1 / 1024  # in GiB
@@ -225,6 +227,7 @@ def run(runner: ModelRunner, foresee: Foresee | None, events: list[dict[str, Any
     return capture_prefill_graph(model_runner=runner, eager_runner=EagerRunner(runner), foresee=foresee, on_event=sink)
 
 
+@cache
 def longest_that_leaves(free: int, kept: float) -> int:
     """Buckets of the longest ladder that a capture without any policy finishes with `kept` GiB free throughout."""
     for count in range(len(LADDER), 0, -1):
