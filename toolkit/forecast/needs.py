@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from toolkit.forecast.terms import Forecast
@@ -10,12 +9,16 @@ from toolkit.policies import BucketNeed, LadderNeed
 
 
 def ladder_need(forecast: Forecast) -> LadderNeed | None:
-    """The forecast in GiB; None where it is n/a. What has to be free is the upper bound of its peak."""
+    """The forecast in GiB; None where any part of it is n/a.
+
+    Upper bounds throughout: what has to stay free must hold at the end of the range too, and the steps that a capture
+    is watched against must not say more than the ladder was chosen by.
+    """
     steps = tuple(
         BucketNeed(one.num_tokens, one.cumulative.high / 1024, one.peak.high / 1024) for one in forecast.buckets
     )
-    peak, whole = forecast.peak.mid / 1024, forecast.total.mid / 1024
-    return LadderNeed(steps, peak, whole) if steps and math.isfinite(peak) else None
+    need = LadderNeed(steps, forecast.peak.high / 1024, forecast.total.high / 1024)
+    return need if need.known else None
 
 
 def ladder_needs(

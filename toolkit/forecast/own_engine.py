@@ -68,6 +68,7 @@ def forecast_transformers(
     max_context: int = 2048,
     order: Order = "descending",
     kv_cache_tokens: int | None = None,
+    kv_first: bool = True,
     gpu: GpuSpec | None = None,
 ) -> Forecast:
     """What capturing these buckets costs the toolkit's own engine, on one device.
@@ -84,6 +85,7 @@ def forecast_transformers(
         order: in which buckets are captured; the engine's is largest first.
         kv_cache_tokens: slots of the KV pool. On the CPU device warm-up passes may use gaps beside it, so the peak
             needs it; None assumes a pool for one full bucket. `no_size_fits` drops buckets above it.
+        kv_first: whether the KV pool is sized before the capture. One that comes after has no gaps beside it.
         gpu: the card; None is the accounted CPU device.
 
     Raises:
@@ -103,7 +105,8 @@ def forecast_transformers(
     if settings.resolved_backend is Backend.TC_PIECEWISE and compiler == "inductor":
         return _not_available(ladder, notes)
     if gpu is None:
-        return _on_cpu(traces, ladder, kv_cache_tokens or max(wanted), (*notes, *_cpu_notes(kv_cache_tokens)))
+        beside = (kv_cache_tokens or max(wanted)) if kv_first else 0
+        return _on_cpu(traces, ladder, beside, (*notes, *_cpu_notes(kv_cache_tokens)))
     if settings.resolved_backend is Backend.FULL:
         notes = (*notes, _FULL_ON_GPU)
     return _on_gpu(traces, ladder, gpu, notes)

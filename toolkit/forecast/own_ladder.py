@@ -80,8 +80,9 @@ def ladder_steps(
     Args:
         traces: of the model and backend.
         ladder: buckets in order of capture.
-        kv_tokens: slots of the KV pool on the accounted CPU device, where warm-up passes may use gaps beside it. None
-            for a GPU: there captures run on a stream of their own, and find nothing to use.
+        kv_tokens: slots of the KV pool on the accounted CPU device, where warm-up passes may use gaps beside it; 0 for
+            a pool sized after the capture, whose memory the allocator never sees. None for a GPU: there captures run
+            on a stream of their own, and find nothing to use.
         addresses: where new segments land.
     """
     if not all(traces.at(num_tokens).separable for num_tokens in ladder):

@@ -66,14 +66,18 @@ class CaptureTraces:
         return self._made[num_tokens]
 
     def runner(self, allocator: CachingAllocator, kv_tokens: int, buckets: tuple[int, ...]) -> ModelRunner:
-        """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them."""
+        """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them.
+
+        Without any `kv_tokens` the pool is not in the allocator, as one that is sized after the capture is not.
+        """
         from toolkit.prefill.build import assemble
         from toolkit.prefill.devices.meta import MetaDevice
         from toolkit.prefill.kv_pool import KVPool
 
         device = MetaDevice(allocator)
         device.adopt([*self.model.parameters(), *self.model.buffers()])
-        pool = KVPool(device, self.geometry, kv_tokens, self._dtype)
+        place = device if kv_tokens else MetaDevice(CachingAllocator())
+        pool = KVPool(place, self.geometry, kv_tokens, self._dtype)
         runner = assemble(self._settings, device, self.model, pool, buckets)
         device.empty_cache()
         return runner

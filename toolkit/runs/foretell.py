@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
+from toolkit.policies import get_policy
 from toolkit.runs.record import RunRecord
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def forecast_run(
         request_slots=settings.request_slots,
         max_context=settings.max_context,
         kv_cache_tokens=kv_cache_tokens,
+        kv_first=get_policy(settings.policy).kv_first,
         # Of the card only its architecture counts here.
         gpu=None if on_cpu else gpu_like(str(device.get("name")), float(capability) if capability else None),
     )
