@@ -225,9 +225,9 @@ def _watched(
 
 
 def _need(need: LadderNeed) -> str:
-    """What a ladder may need, in words: at its worst moment, and in the end where that is less."""
+    """What a ladder needs, in words: at its worst moment, and in the end where that is less."""
     end = "" if need.total_gib >= need.peak_gib else f" at its worst moment and {mib_or_gib(need.total_gib)} in the end"
-    return f"up to {mib_or_gib(need.peak_gib)}{end}"
+    return f"{mib_or_gib(need.peak_gib)}{end}"
 
 
 def _kept(facts: PolicyFacts) -> str:

@@ -113,7 +113,7 @@ def test_the_ladder_is_trimmed_from_the_top_until_it_fits(
 def test_a_decision_says_what_is_kept_what_is_needed_and_what_it_costs() -> None:
     whole, cut, none = (budgeted(facts(free, later=0.0)) for free in (3.0, 1.25, 0.5))
     assert whole.reason == (
-        "the whole ladder fits: forecast to need up to 2.50 GiB at its worst moment and 2.38 GiB in the end of "
+        "the whole ladder fits: forecast to need 2.50 GiB at its worst moment and 2.38 GiB in the end of "
         "3.00 GiB free, 0.50 GiB kept as reserve"
     )
     # Of 512 counts, 8 and 64 replay 4-8 and 32-64: 38, which is 7 %; 512 adds 256-512, 257 more: 58 %.

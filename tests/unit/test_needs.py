@@ -39,12 +39,12 @@ def need_of(ladder: tuple[int, ...]) -> LadderNeed:
 # --- one ladder ---------------------------------------------------------------------------------------------
 
 
-def test_a_need_is_the_upper_end_of_a_forecast_in_gib() -> None:
+def test_a_need_is_the_middle_of_a_forecast_in_gib() -> None:
     need = need_of((8, 512, 1024))
     assert [step.num_tokens for step in need.steps] == [1024, 512, 8]
-    assert [step.cumulative_gib for step in need.steps] == pytest.approx([1.1, 1.1 * 1026 / 1024, 1.1 * 1028 / 1024])
+    assert [step.cumulative_gib for step in need.steps] == pytest.approx([1.0, 1026 / 1024, 1028 / 1024])
     assert need.total_gib == need.steps[-1].cumulative_gib
-    assert need.peak_gib == max(step.peak_gib for step in need.steps) == pytest.approx(1.25 * 1.1 * 1028 / 1024)
+    assert need.peak_gib == max(step.peak_gib for step in need.steps) == pytest.approx(1.25 * 1028 / 1024)
     assert need.buckets == (8, 512, 1024)
 
 

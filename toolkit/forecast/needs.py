@@ -11,13 +11,13 @@ from toolkit.policies import BucketNeed, LadderNeed
 def ladder_need(forecast: Forecast) -> LadderNeed | None:
     """The forecast in GiB; None where any part of it is n/a.
 
-    Upper bounds throughout: what has to stay free must hold at the end of the range too, and the steps that a capture
-    is watched against must not say more than the ladder was chosen by.
+    The middle of the ranges throughout. A policy that looks at needs keeps a reserve and watches what is really taken,
+    so an upper bound would only leave out graphs that fit.
     """
     steps = tuple(
-        BucketNeed(one.num_tokens, one.cumulative.high / 1024, one.peak.high / 1024) for one in forecast.buckets
+        BucketNeed(one.num_tokens, one.cumulative.mid / 1024, one.peak.mid / 1024) for one in forecast.buckets
     )
-    need = LadderNeed(steps, forecast.peak.high / 1024, forecast.total.high / 1024)
+    need = LadderNeed(steps, forecast.peak.mid / 1024, forecast.total.mid / 1024)
     return need if need.known else None
 
 
