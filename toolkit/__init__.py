@@ -4,6 +4,7 @@
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
     records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
+    toolkit.policy_map(model="qwen3-8b", fractions=[0.9, 0.94, 0.98])  # what each policy would do where
     toolkit.Lab()  # in a notebook: the same with widgets
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
@@ -15,11 +16,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from toolkit.forecast.plan import Plan
     from toolkit.forecast.plan_settings import PlanSettings
+    from toolkit.forecast.policy_map import PolicyMap
     from toolkit.ladder import generate_prefill_buckets
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
@@ -34,6 +36,7 @@ __all__ = [
     "Lab",
     "Plan",
     "PlanSettings",
+    "PolicyMap",
     "RunRecord",
     "RunStore",
     "__version__",
@@ -41,6 +44,7 @@ __all__ = [
     "compare",
     "generate_prefill_buckets",
     "plan",
+    "policy_map",
 ]
 
 _HOMES = {
@@ -49,6 +53,7 @@ _HOMES = {
     "Lab": "toolkit.widgets.lab",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
+    "PolicyMap": "toolkit.forecast.policy_map",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
     "generate_prefill_buckets": "toolkit.ladder",
@@ -112,6 +117,28 @@ def plan(*, solve: str | None = None, **settings: Any) -> Plan:
     from toolkit.forecast.solve import solve as solve_for
 
     return solve_for(chosen, solve)
+
+
+def policy_map(
+    *,
+    rows: Mapping[str, Sequence[Any]] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    records: Iterable[RunRecord] = (),
+    **settings: Any,
+) -> PolicyMap:
+    """What each policy leads to over one or two settings, by forecast; wrong skips and wrong captures are counted.
+
+    Axes are `rows={"max_tokens": [512, 2048]}` and `columns={"mem_fraction": [0.9, 0.95]}`, or the shortcuts
+    `fractions`, `free_memory` (GiB), `gpus`, `models` and `ceilings` (tokens). The other settings are those of
+    `plan`; `device_memory_gib` makes it a map of the accounted CPU device. Cells that one of `records` captured under
+    the same settings show what was measured.
+
+    Raises InvalidInput without an axis, or when nothing can be planned; a single cell that cannot has its reason.
+    """
+    from toolkit.forecast.policy_map import policy_map as make_map
+    from toolkit.runs.executed import executed
+
+    return make_map(rows=rows, columns=columns, executed=executed(records), **settings)
 
 
 def _capture_each(
