@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.forecast.plan import Plan
     from toolkit.forecast.plan_settings import PlanSettings
     from toolkit.forecast.policy_map import PolicyMap
+    from toolkit.forecast.ranks import decide_on_ranks
     from toolkit.ladder import generate_prefill_buckets
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "capture",
     "compare",
+    "decide_on_ranks",
     "generate_prefill_buckets",
     "plan",
     "policy_map",
@@ -56,6 +58,7 @@ _HOMES = {
     "PolicyMap": "toolkit.forecast.policy_map",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
+    "decide_on_ranks": "toolkit.forecast.ranks",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 

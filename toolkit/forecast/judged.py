@@ -93,9 +93,16 @@ class Judged:
         if one is None:
             return row | {"reason": cell.problem}
         row |= {"outcome": one.outcome, "code": one.code, "runner": one.runner, "reason": one.reason}
-        row |= {"asked": len(cell.buckets), "captured": len(one.captured_buckets), "trimmed": len(one.trimmed)}
+        row |= {
+            "asked": len(cell.buckets),
+            "captured": len(one.captured_buckets) if one.runner else 0,
+            "trimmed": len(one.trimmed),
+        }
         lost = self.lost_replay
-        row |= {"captured_buckets": one.captured_buckets, "lost_replay_percent": None if lost is None else 100 * lost}
+        row |= {
+            "captured_buckets": one.captured_buckets if one.runner else (),
+            "lost_replay_percent": None if lost is None else 100 * lost,
+        }
         room = cell.room
         row |= {"free_before_gib": room.gib, "free_before_low_gib": room.low_gib, "free_before_high_gib": room.high_gib}
         if cell.forecast is not None:

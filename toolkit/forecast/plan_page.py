@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from toolkit.forecast.plan import Plan
     from toolkit.forecast.policy_map import PolicyMap
+    from toolkit.forecast.ranks import RankDecision
 
 
 def plan_html(plan: Plan) -> str:
@@ -37,6 +38,11 @@ def map_html(policies: PolicyMap) -> str:
         f"<p><strong>{html.escape(over)}</strong>; {html.escape(policies.provenance)}</p>{grids}"
         f"<p>{html.escape(legend)}</p>{_counts(policies.counts)}"
     )
+
+
+def ranks_html(decision: RankDecision) -> str:
+    """What each rank would decide alone, and what is decided for all."""
+    return f"<p><strong>{html.escape(repr(decision)[1:-1])}</strong></p>{_table(decision.frame)}"
 
 
 def _counts(frame: pd.DataFrame) -> str:
