@@ -140,8 +140,7 @@ class PolicyMap:
         if measured:
             on = sorted({one.measured.measured_on for one in self.judged if one.measured is not None})
             parts[0] += f"; {measured} of {len(self.judged)} cells measured on {', '.join(on)}"
-        parts += [f"{name.replace('_', ' ')} {value}" for name, value in self.fixed.items()]
-        return " | ".join(parts)
+        return " | ".join([*parts, *(_said(name, value) for name, value in self.fixed.items())])
 
     def _count(self, name: str) -> dict[str, Any]:
         own = [one for one in self.judged if one.policy == name]
@@ -293,3 +292,10 @@ def _cell(planner: Any, choices: dict[str, Any]) -> CellPlan:
         return CellPlan(problem=str(error))
     plan: CellPlan = planner.plan(chosen)
     return plan
+
+
+def _said(name: str, value: Any) -> str:
+    """One setting in words."""
+    words = name.removesuffix("_gib").replace("_", " ")
+    figure = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{words} {figure}{' GiB' if name.endswith('_gib') else ''}"

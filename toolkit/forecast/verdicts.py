@@ -131,7 +131,7 @@ AT_WORST = {
 MARKS = {
     "C": "captures the whole ladder",
     "T": "captures a trimmed ladder",
-    "L": "captures, and what comes later lacks memory",
+    "L": "captures; what comes later lacks memory",
     "S": "skips: prefill runs eager",
     "X": "out of memory: does not start",
     "-": "does not start, whatever the policy",
