@@ -78,6 +78,7 @@ def _cell(settings: CaptureSettings) -> CellPlan:
             request_slots=settings.request_slots,
             max_context=settings.max_context,
             kv_cache_tokens=before.kv_tokens,
+            static_tokens=max(sizes.buckets),
         )
 
     forecast = ask(sizes.buckets)

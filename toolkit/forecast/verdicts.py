@@ -121,9 +121,9 @@ def let_capture(outcome: PolicyOutcome) -> bool:
 
 
 AT_WORST = {
-    "gated": "out of memory: the server does not start",
-    "ungated": "out of memory: the server does not start",
-    "budgeted": "watched: it stops early, with fewer graphs or eager",
+    "gated": "out of memory: it does not start",
+    "ungated": "out of memory: it does not start",
+    "budgeted": "watched: it stops early, or runs eager",
     "capture_first": "a smaller KV pool",
 }
 """What happens where a capture needs more than its forecast's middle, by policy."""

@@ -28,9 +28,16 @@ def foretell(record: RunRecord) -> Forecast:
 
 
 def forecast_run(
-    settings: CaptureSettings, buckets: Sequence[int], device: Mapping[str, Any], kv_cache_tokens: int | None
+    settings: CaptureSettings,
+    buckets: Sequence[int],
+    device: Mapping[str, Any],
+    kv_cache_tokens: int | None,
+    static_tokens: int | None = None,
 ) -> Forecast:
     """The forecast of capturing `buckets` under `settings` on the device that a record names.
+
+    `static_tokens` is the largest bucket asked for where `buckets` are a part of that ladder: the static buffers were
+    made for it.
 
     Raises InvalidInput for a model that is not here or a card that is not in the catalogue.
     """
@@ -47,5 +54,6 @@ def forecast_run(
         request_slots=settings.request_slots,
         max_context=settings.max_context,
         kv_cache_tokens=kv_cache_tokens,
+        static_tokens=static_tokens,
         gpu=None if on_cpu else resolve_gpu(str(device.get("name"))),
     )
