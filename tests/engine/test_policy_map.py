@@ -85,3 +85,18 @@ def test_a_cell_of_the_cpu_device_that_cannot_be_has_its_reason(here: dict[str, 
     assert one.verdict is Verdict.NO_START and "cannot be left free" in str(one.cell.problem)
     with pytest.raises(InvalidInput, match="no cell"):
         toolkit.policy_map(free_memory=[0.998, 0.999], **here)
+
+
+def test_a_run_on_a_card_marks_the_cell_of_that_card() -> None:
+    """Made up, so that it needs no card: only the toolkit's own runner is like its records, no server is."""
+    choices = {"model": "smollm2-135m", "buckets": (16, 64), "free_memory_gib": 1.0}
+    card = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "label": "synthetic H100", "total_gib": 79.2}
+    settings = CaptureSettings.create(policy="gated", device="cuda", **choices)
+    run = RunRecord(
+        id="20260101-000000-000001", created="", settings=settings.model_dump(mode="json"), device=card, software={},
+        outcome="skipped", runner="EagerRunner", reason="made up", reason_code="gate_low_memory",
+    )  # fmt: skip
+    axes = {"free_memory": [1.0, 5.0], "gpu": "h100-80gb", "model": "smollm2-135m", "buckets": (16, 64)}
+    own = toolkit.policy_map(engine="transformers", records=[run], **axes)
+    assert own.cell("gated", 1.0).measured is not None and own.counts["measured"].sum() == 1
+    assert not toolkit.policy_map(engine="sglang", records=[run], **axes).counts["measured"].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,3 +257,23 @@ def test_of_two_records_the_later_counts() -> None:
 def test_the_public_face_takes_records() -> None:
     found = toolkit.policy_map(model="qwen3-8b", fractions=[0.9], records=[record("gated", "skipped")])
     assert (found.counts["measured"] == 0).all()  # of another model and device
+
+
+# --- odd axes -------------------------------------------------------------------------------------------------
+
+
+def test_ladders_and_numpy_numbers_are_values_of_an_axis() -> None:
+    found = policy_map(
+        rows={"buckets": [[8, 16], [8, 16, 8192]]}, fractions=np.linspace(0.9, 0.98, 3), policy="ungated"
+    )
+    assert found.columns.values == (0.9, 0.94, 0.98)
+    assert found.grid("ungated", "asked").iloc[1].tolist() == [3, 3, 3]
+    assert "(8, 16)" in found._repr_html_() and found.cell("ungated", 0.94, (8, 16)).mark == "C"
+
+
+def test_a_value_that_is_wrong_alone_is_a_cell_with_its_reason() -> None:
+    found = policy_map(model="qwen3-8b", gpus=["h100-80gb", "h1000"], policy="gated")
+    assert found.cell("gated", "h1000").verdict is Verdict.NO_START
+    assert "unknown GPU" in str(found.cell("gated", "h1000").cell.problem)
+    with pytest.raises(KeyError):
+        found.cell("gated", "l4")

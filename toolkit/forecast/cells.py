@@ -7,7 +7,7 @@ catalogue, by `plan_with`, and the accounted CPU device, by `toolkit.forecast.cp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.catalogue import resolve_model
@@ -122,8 +122,8 @@ class GpuCells:
 
     def plan(self, settings: PlanSettings) -> CellPlan:
         """The cell of some settings."""
-        ask = self._forecaster(settings)
         try:
+            ask = self._forecaster(settings)
             plan = plan_with(settings, ask)
         except InvalidInput as error:
             return CellPlan(problem=str(error))
@@ -155,8 +155,3 @@ def of_plan(plan: Plan, ask: Forecaster) -> CellPlan:
         ask=lambda buckets: ask(plan.model, plan.backend, buckets),
         key=cell_key(settings, plan.gpu.id, plan.buckets, plan.mem_fraction) if comparable and same else None,
     )
-
-
-def without_forecast(cell: CellPlan, problem: str) -> CellPlan:
-    """The cell as one that cannot be planned."""
-    return replace(cell, problem=problem, policies={}, forecast=None)

@@ -126,11 +126,17 @@ class PolicyMap:
 
     def grid(self, policy: str, what: str = "mark") -> pd.DataFrame:
         """One column of `frame` as the map lies: rows, columns."""
-        chosen = self.frame[self.frame["policy"] == policy]
-        if self.rows is None:
-            return chosen.set_index(self.columns.name)[[what]].T
-        table = chosen.pivot(index=self.rows.name, columns=self.columns.name, values=what)
-        return table.loc[list(self.rows.values), list(self.columns.values)]
+        import pandas as pd
+
+        chosen, width = self.frame[self.frame["policy"] == policy][what], len(self.columns.values)
+        columns = pd.Index(self.columns.values, name=self.columns.name, tupleize_cols=False)
+        parts = [chosen.iloc[start : start + width] for start in range(0, len(chosen), width)]
+        rows = (
+            pd.Index([what])
+            if self.rows is None
+            else pd.Index(self.rows.values, name=self.rows.name, tupleize_cols=False)
+        )
+        return pd.DataFrame([part.array for part in parts], index=rows, columns=columns).astype(chosen.dtype)
 
     @property
     def provenance(self) -> str:
@@ -257,12 +263,18 @@ def _values(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Each once, in the order given; floats without the noise of arithmetic, so that a cell can be asked for."""
     if isinstance(values, str):
         raise InvalidInput(f"{name} is one text, {values[:40]!r}", "a list of values", f"[{values[:40]!r}]")
-    rounded = (round(float(value), 9) if isinstance(value, float) else value for value in values)
-    # NumPy's numbers are no Python numbers; settings take them, coordinates should not show them.
-    plain = tuple(dict.fromkeys(value.item() if hasattr(value, "item") else value for value in rounded))
+    plain = tuple(dict.fromkeys(_plain(value) for value in values))
     if not plain:
         raise InvalidInput(f"axis {name} is empty", "at least one value")
     return plain
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's, floats without noise, a list as something that can be looked up."""
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float):
+        return round(value, 9)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _coordinates(across: Axis, down: Axis | None) -> Iterator[dict[str, Any]]:

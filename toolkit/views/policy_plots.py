@@ -110,7 +110,7 @@ def _draw_panel(axes: Axes, policies: PolicyMap, rows: Axis, name: str) -> None:
     grid = [own[start : start + width] for start in range(0, len(own), width)]
     _draw_cells(axes, grid)
     _draw_edges(axes, policies.columns, grid)
-    above = {"xytext": (0, 8), "textcoords": "offset points"}
+    above: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points"}
     axes.annotate(name, (0, 1), xycoords="axes fraction", fontweight="bold", **above)
     axes.set_yticks(range(len(grid)), [_value(value) for value in rows.values])
     axes.set_ylabel(rows.label)
@@ -132,7 +132,12 @@ def _draw_cells(axes: Axes, grid: Grid) -> None:
                 side = 1 - 2 * _EDGE
                 corner = (x - 0.5 + _EDGE, y - 0.5 + _EDGE)
                 width = 3.0 if one.verdict in WRONG else 1.6
-                outline = {"edgecolor": sheet.BLACK, "linestyle": style, "linewidth": width, "fill": False}
+                outline: dict[str, Any] = {
+                    "edgecolor": sheet.BLACK,
+                    "linestyle": style,
+                    "linewidth": width,
+                    "fill": False,
+                }
                 axes.add_patch(Rectangle(corner, side, side, zorder=3, **outline))
             if one.measured is not None:
                 axes.plot([x + 0.32], [y - 0.28], marker="o", markersize=7, color=sheet.BLACK, zorder=4)
@@ -212,7 +217,7 @@ def _legend(figure: Figure, policies: PolicyMap) -> None:
         if mark in marks
     ]
     verdicts = {one.verdict for one in policies.judged}
-    outline = {"facecolor": "none", "edgecolor": sheet.BLACK}
+    outline: dict[str, Any] = {"facecolor": "none", "edgecolor": sheet.BLACK}
     if verdicts & set(WRONG):
         words = "wrong: a skip of what fits, a capture of what does not"
         handles.append(Patch(**outline, linewidth=3, label=words))
@@ -225,7 +230,7 @@ def _legend(figure: Figure, policies: PolicyMap) -> None:
         )
     if policies.columns.name in _ORDERED:
         crossed = {"gate": _above_gate, "fit": _fits}
-        seen = {key: any(True for one in _states(policies, test)) for key, test in crossed.items()}
+        seen = {key: any(True for _ in _all_crossings(policies, test)) for key, test in crossed.items()}
         if seen["gate"]:
             handles.append(Line2D([], [], color=sheet.VERMILLION, linestyle="-.", linewidth=3.2, label=GATE_LABEL))
         if seen["fit"]:
@@ -234,7 +239,8 @@ def _legend(figure: Figure, policies: PolicyMap) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=2.6, handleheight=1.4)
 
 
-def _states(policies: PolicyMap, test: Any) -> Iterator[float]:
+def _all_crossings(policies: PolicyMap, test: Any) -> Iterator[float]:
+    """Those of every row of the map, whatever the policy."""
     width = len(policies.columns.values)
     for start in range(0, len(policies.cells), width):
         one = [
@@ -267,7 +273,7 @@ def _draw_free(axes: Axes, free_gib: Sequence[float]) -> None:
     least = min(free_gib)
     words = f"the rank with the least decides: {least:.2f} GiB"
     where = [free_gib.index(least)]
-    ring = {"marker": "o", "markersize": 17, "markerfacecolor": "none", "linestyle": "none"}
+    ring: dict[str, Any] = {"marker": "o", "markersize": 17, "markerfacecolor": "none", "linestyle": "none"}
     axes.plot(where, [least], color=sheet.BLACK, label=words, **ring)
     spread = max(free_gib) - least
     if least - 2 * spread - 0.2 <= GATE_GIB <= max(free_gib) + 2 * spread + 0.2:
