@@ -39,9 +39,10 @@ def prose(plan: Plan) -> Iterator[str]:
         yield f"{line.name}: {_with_range(line)} = {line.formula} [{line.source}]"
     for term in plan.forecast.terms if plan.forecast is not None else ():
         yield f"{term.name}: {_range(term.mib)} [{term.source}]"
-    yield "KV pool sized after the capture, SGLang's opt-in: " + ("yes" if plan.resolved.post_capture else "no")
-    for one in plan.post_capture_checklist:
-        yield f"  {one.sign}: {one.words} [{one.source}]"
+    checklist = plan.post_capture_checklist
+    state = "yes" if plan.resolved.post_capture else "no"
+    yield f"KV pool sized after the capture, SGLang's opt-in: {state} [{checklist[0].source}]"
+    yield from (f"- {one.sign}: {one.words}" for one in checklist)
 
 
 def explained(lines: Sequence[str] | Iterator[str]) -> list[RenderableType]:
