@@ -126,7 +126,7 @@ def _before(settings: CaptureSettings, sizes: Sizes, traces: CaptureTraces, conf
 
     from toolkit.prefill.build import NoMemoryForKV, kv_tokens_that_fit
     from toolkit.prefill.devices.cpu import BACKING_STEP
-    from toolkit.prefill.elastic_kv import row_bytes, tokens_that_fit
+    from toolkit.prefill.elastic_kv import pool_bytes, row_bytes, tokens_that_fit
     from toolkit.prefill.kv_pool import bytes_per_token
 
     capacity = int(settings.device_memory_gib * GIB)
@@ -151,12 +151,11 @@ def _before(settings: CaptureSettings, sizes: Sizes, traces: CaptureTraces, conf
     per_token, rows = bytes_per_token(geometry, dtype.itemsize), row_bytes(geometry, dtype.itemsize)
     first = max(sizes.buckets, default=1)
     most = max(first, after_weights // per_token) if per_token else first
-    backed = sum(-(-(first + 1) * row // BACKING_STEP) * BACKING_STEP for row in rows)
     return _Before(
         free=free,
         kv_tokens=tokens,
         planned=(tokens + 1) * per_token,
-        backed=backed,
+        backed=pool_bytes(rows, first, BACKING_STEP),
         tokens_of=lambda nbytes: tokens_that_fit(rows, nbytes, BACKING_STEP, most),
     )
 
