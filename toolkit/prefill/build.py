@@ -62,7 +62,7 @@ def build_model_runner(
         # What cannot be left free is refused now, not after a minute of loading.
         parameters = meta_model(config, dtype, register_attention()).parameters()
         weight_bytes = sum(parameter.nbytes for parameter in parameters)
-        _kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
+        planned_kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
     check_weights(source, settings.weights)
     stage("load weights", source.id)
     loaded = load_model(
@@ -97,7 +97,7 @@ def _allocate(
 ) -> ModelRunner:
     dtype = getattr(torch, settings.dtype)
     baseline, after_weights = free
-    tokens = _kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
+    tokens = planned_kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
     pool: KVPool
     if get_policy(settings.policy).kv_first:
         stage("allocate KV pool", f"{tokens} tokens")
@@ -160,7 +160,7 @@ def _context_length(config: Any) -> int:
     return min((int(limit) for limit in limits if limit), default=1 << 20)
 
 
-def _kv_tokens(
+def planned_kv_tokens(
     settings: CaptureSettings,
     sizes: Sizes,
     geometry: list[LayerGeometry],
@@ -169,6 +169,10 @@ def _kv_tokens(
     after_weights: int,
     config: Any,
 ) -> int:
+    """Tokens of a KV pool that is sized before the capture; `baseline` and `after_weights` are bytes free.
+
+    Raises NoMemoryForKV, and InvalidInput when the free memory that is asked for cannot be left.
+    """
     per_token = bytes_per_token(geometry, dtype.itemsize)
     if not per_token:
         return 1  # no standard attention layer: a guard will say so, there is nothing to store
