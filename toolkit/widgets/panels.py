@@ -105,7 +105,7 @@ def verdicts_html(shown: Preview | None) -> str:
         "Nothing is captured yet: free memory is what you ask for or a forecast, needs and KV tokens are a forecast"
     )
     source += " of the toolkit's own engine." if shown.foreseen else "; the forecast of the needs is being made."
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", "it", "KV tokens (forecast)", "because"))
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", "verdict", "KV tokens (forecast)", "reason"))
     return (
         f'<table class="who"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         f'<p class="source">{markup.safe(source)}</p>'
@@ -124,7 +124,7 @@ def _verdict_row(verdict: Verdict, chosen: bool) -> str:
 
 def kv_words(verdict: Verdict) -> str:
     """Tokens of the KV pool, and how many more or fewer than with a pool that is sized first."""
-    if verdict.kv_tokens is None or (verdict.kind == "oom" and not verdict.kv_tokens):
+    if verdict.kv_tokens is None or verdict.kind == "oom":
         return "n/a"
     change = "" if verdict.kv_change is None else f" ({verdict.kv_change:+,})"
     return f"{verdict.kv_tokens:,}{change}"
