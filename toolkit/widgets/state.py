@@ -195,6 +195,7 @@ class LabState(HasTraits):
             before, _ = [self._queue.submit(settings) for settings in pair.settings]
             self._pairs.append(pair)
             self.first_policy, self.second_policy = names
+            self.other = None
             turn = f"they begin when {before} before them have ended" if before else "they begin now"
             self.message = f"two captures asked for ({names[0]}, then {names[1]}): {turn}"
             self.activity = replace(self.activity, running=True, waiting=before + 1)
