@@ -58,7 +58,7 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
     traces = capture_traces(config, settings)
     dtype, total = getattr(torch, settings.dtype), int(total_mib * 2**20)
     loaded = MetaDevice(CachingAllocator())
-    loaded.adopt([*traces.model.parameters(), *traces.model.buffers()])
+    loaded.adopt(traces.weights)
     weights = loaded.allocator.reserved_bytes()
     try:
         tokens = planned_kv_tokens(settings, sizes, traces.geometry, dtype, total, total - weights, config)
