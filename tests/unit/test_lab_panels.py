@@ -12,10 +12,11 @@ from synthetic_records import made_up_record
 from toolkit.errors import InvalidInput
 from toolkit.runs.record import RunRecord
 from toolkit.widgets import panels
+from toolkit.widgets.activity import Activity, after_event
 from toolkit.widgets.choice import DeviceOption
 from toolkit.widgets.forecast_state import ForecastState
 from toolkit.widgets.lab import Lab
-from toolkit.widgets.state import Activity, LabState, after_event
+from toolkit.widgets.state import LabState
 
 LADDER = {8, 16, 32, 64, 128, 256, 512}
 
@@ -67,6 +68,25 @@ def test_a_run_that_goes_on_says_so() -> None:
     assert "No bucket is captured yet" in panels.panel_html(
         "Memory and time", running(made_up_record(buckets=[])), None
     )
+
+
+def test_a_run_that_trimmed_says_what_and_why() -> None:
+    trimmed = made_up_record(reason="2 of 9 buckets left out", trimmed=[1024, 2048], starved_gib=0.25)
+    html = panels.verdict_html(trimmed)
+    assert "2 of 9 buckets left out" in html and "Left out: 2 of 9 buckets (1024 to 2048 tokens)" in html
+    assert "lacks 0.25 GiB" in html
+    plain = panels.verdict_html(made_up_record())
+    assert "Left out" not in plain and "Needed later" not in plain
+
+
+def test_of_two_runs_both_verdicts_are_told() -> None:
+    html = panels.verdict_html(made_up_record(), made_up_record(outcome="skipped"))
+    assert "A: Captured" in html and "B: Skipped" in html
+
+
+def test_a_run_that_goes_on_says_what_was_decided() -> None:
+    live = running(made_up_record(decision={"reason": "1 of 8 buckets left out"}))
+    assert "1 of 8 buckets left out" in panels.verdict_html(live)
 
 
 def test_many_runs_are_counted_and_not_all_shown() -> None:

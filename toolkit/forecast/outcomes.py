@@ -59,7 +59,7 @@ class Situation:
         free_low_gib: lower bound of it.
         kv_cache_tokens: tokens of the KV pool.
         buckets: the ladder.
-        resolved: what the release settles.
+        resolved: what the release settles; None for the toolkit's own engine.
         backend: who captures.
         locked_keys: what was locked by hand.
         reserve_gib: what is to stay free; None is the default.
@@ -73,7 +73,7 @@ class Situation:
     free_low_gib: float
     kv_cache_tokens: int
     buckets: tuple[int, ...]
-    resolved: Resolution
+    resolved: Resolution | None
     backend: Backend
     locked_keys: frozenset[tuple[str, str]]
     reserve_gib: float | None = None
@@ -120,9 +120,10 @@ def policy_facts(policy: Policy, now: Situation, forecast: Ask) -> PolicyFacts:
     return dataclasses.replace(facts, needs=ladder_needs(forecast, now.buckets, facts.fits))
 
 
-def disabled_reason(resolved: Resolution) -> str:
+def disabled_reason(resolved: Resolution | None) -> str:
     """Why there is no prefill graph, from the rule that decided."""
-    rule = next((one for one in resolved.reasons if one.effect != "tc_piecewise" and one.standing == "decided"), None)
+    reasons = () if resolved is None else resolved.reasons
+    rule = next((one for one in reasons if one.effect != "tc_piecewise" and one.standing == "decided"), None)
     return "the prefill graph was disabled by hand" if rule is None else f"disabled by the release: {rule.text}"
 
 
@@ -154,10 +155,11 @@ def _eager(
 def _captured(now: Situation, decision: Decision, forecast: Forecast) -> PolicyOutcome:
     free_mib, why = now.free_gib * 1024, decision.reason
     peak, margin = forecast.peak, (free_mib - forecast.peak.mid) / 1024
-    need = f"the capture is forecast to need {peak.mid / 1024:.2f} GiB ({peak.low / 1024:.2f}-{peak.high / 1024:.2f})"
+    span = "" if peak.low == peak.high else f" ({peak.low / 1024:.2f}-{peak.high / 1024:.2f})"
+    need = f"the capture is forecast to need {mib_or_gib(peak.mid / 1024)}{span}"
     failed = next((bucket.num_tokens for bucket in forecast.buckets if bucket.peak.mid > free_mib), None)
     if failed is not None:
-        reason = f"{why}; {need} with {now.free_gib:.2f} GiB free: out of memory at bucket {failed}"
+        reason = f"{why}; {need} with {mib_or_gib(now.free_gib)} free: out of memory at bucket {failed}"
         done = tuple(one.num_tokens for one in forecast.buckets if one.peak.mid <= free_mib)
         return PolicyOutcome(
             None, "oom", "out_of_memory", reason, done, None, now.kv_cache_tokens, margin, True, oom_bucket=failed
