@@ -14,7 +14,7 @@ from toolkit.errors import InvalidInput
 from toolkit.forecast.before_capture import BeforeCapture, before_capture
 from toolkit.forecast.cells import CellPlan, cell_key
 from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
-from toolkit.forecast.own_engine import ENGINE, forecast_transformers
+from toolkit.forecast.own_engine import ENGINE, forecast_for
 from toolkit.forecast.plan_settings import chosen_policies
 from toolkit.forecast.terms import Forecast
 from toolkit.forecast.verdicts import Room
@@ -58,18 +58,8 @@ def _cell(settings: CaptureSettings) -> CellPlan:
     before = before_capture(settings, sizes, traces, config, int(settings.device_memory_gib * GIB))
 
     def ask(buckets: tuple[int, ...], kv_first: bool = True) -> Forecast:
-        return forecast_transformers(
-            settings.model,
-            buckets,
-            backend=settings.resolved_backend,
-            compiler=settings.compiler,
-            dtype=settings.dtype,
-            request_slots=settings.request_slots,
-            max_context=settings.max_context,
-            kv_cache_tokens=before.kv_tokens,
-            kv_first=kv_first,
-            static_tokens=max(sizes.buckets),
-        )
+        beside = {"kv_cache_tokens": before.kv_tokens, "static_tokens": max(sizes.buckets)}
+        return forecast_for(settings, buckets, kv_first=kv_first, **beside)
 
     forecast = ask(sizes.buckets)
     if not forecast.buckets:
