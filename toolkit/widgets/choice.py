@@ -195,7 +195,7 @@ def preview(choice: Choice, total_mib: float | None, foresight: Foresight | None
     free_gib, free_words = _free_before(settings, source, sizes, total_mib)
     asked, exact = settings.free_memory_gib is not None, False
     known = None if foresight is None or foresight.before is None else foresight.before.free_gib
-    if free_gib is not None and known is not None:
+    if free_gib is not None and known is not None and settings.free_memory_gib is None:
         free_gib, exact = known, True
         amount = f"{free_gib:.3f} GiB" if free_gib >= 0 else f"none, {-free_gib:.3f} GiB are missing"
         free_words = f"{amount} (forecast, exact on this device: weights, KV pool and static buffers counted)"
