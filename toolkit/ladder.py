@@ -53,3 +53,17 @@ def choose_bucket(ladder: Sequence[int], num_tokens: int) -> int | None:
 def exceeds_replay_limit(bucket: int, num_tokens: int, factor: int | None = REPLAY_LIMIT_FACTOR) -> bool:
     """Whether padding `num_tokens` to `bucket` wastes so much that a server runs eager instead (None: never)."""
     return factor is not None and bucket > factor * num_tokens
+
+
+def replay_share(ladder: Sequence[int], ceiling: int, factor: int | None = REPLAY_LIMIT_FACTOR) -> float:
+    """Share (0 to 1) of the token counts 1 to `ceiling` that replay with this ladder, each counted once.
+
+    A count replays when it fits a bucket that is not more than `factor` times as large. No statement about traffic:
+    there the counts differ in weight.
+    """
+    covered, below = 0, 0
+    for bucket in sorted(ladder):
+        least = below + 1 if factor is None else max(below + 1, -(-bucket // factor))
+        covered += max(0, min(bucket, ceiling) - least + 1)
+        below = bucket
+    return covered / ceiling

@@ -183,6 +183,48 @@ class GraphChoice(_Concern):
         return Backend.BREAKABLE if self.backend is Backend.AUTO else self.backend
 
 
+class ReserveChoice(_Concern):
+    """What has to stay free after the capture.
+
+    `reserve_gib` is a margin; None is the smaller of 0.5 GiB and 10 % of what is free before. The `post_capture`
+    fields declare what something needs later, by hand: so many GiB, and so many MiB more for each 1024 tokens of the
+    longest prompt. Source of the idea: public issue sgl-project/sglang#40094 (337 MB and 5.58 MB for each 1K tokens).
+    """
+
+    reserve_gib: float | None = None
+    post_capture_gib: float | None = None
+    post_capture_mib_per_1k: float | None = None
+    longest_prompt: int | None = None
+
+    @model_validator(mode="after")
+    def _check_reserve(self) -> Self:
+        amounts = {
+            "reserve (GiB)": (self.reserve_gib, "--reserve 0.5"),
+            "post-capture need (GiB)": (self.post_capture_gib, "--post-capture 0.31"),
+            "post-capture need per 1K tokens (MiB)": (self.post_capture_mib_per_1k, "--post-capture-per-1k 5.3"),
+        }
+        for name, (value, example) in amounts.items():
+            most = MAX_DEVICE_GIB
+            if value is not None and not 0 <= value <= most:
+                unit = "MiB" if "MiB" in name else "GiB"
+                raise InvalidInput(f"{name} {value:g} is out of range", f"0 to {most:g} {unit}", example)
+        if self.longest_prompt is not None and not 1 <= self.longest_prompt <= 1 << 30:
+            raise InvalidInput(f"longest prompt {self.longest_prompt} is out of range", f"1 to {1 << 30} tokens")
+        if (self.post_capture_mib_per_1k is None) != (self.longest_prompt is None):
+            raise InvalidInput(
+                "a need per 1K tokens and the longest prompt belong together",
+                "both or neither",
+                "for example --post-capture-per-1k 5.3 --longest-prompt 98304",
+            )
+        return self
+
+    @property
+    def post_capture_need_gib(self) -> float:
+        """GiB declared to be needed after the capture; 0 when nothing is declared."""
+        grows = (self.post_capture_mib_per_1k or 0.0) * (self.longest_prompt or 0) / 1024
+        return (self.post_capture_gib or 0.0) + grows / 1024
+
+
 class PolicyChoice(_Concern):
     """Who decides whether to capture, and for which role the server is started."""
 
@@ -190,7 +232,7 @@ class PolicyChoice(_Concern):
     role: Literal["target", "draft"] = "target"
 
 
-class CaptureSettings(ModelChoice, DeviceChoice, MemoryChoice, GraphChoice, PolicyChoice):
+class CaptureSettings(ModelChoice, DeviceChoice, MemoryChoice, GraphChoice, ReserveChoice, PolicyChoice):
     """Everything one capture needs; flat, frozen, and the same in Python, JSON and on the command line."""
 
 

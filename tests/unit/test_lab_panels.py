@@ -12,10 +12,11 @@ from synthetic_records import made_up_record
 from toolkit.errors import InvalidInput
 from toolkit.runs.record import RunRecord
 from toolkit.widgets import panels
+from toolkit.widgets.activity import Activity, after_event
 from toolkit.widgets.choice import DeviceOption
 from toolkit.widgets.forecast_state import ForecastState
 from toolkit.widgets.lab import Lab
-from toolkit.widgets.state import Activity, LabState, after_event
+from toolkit.widgets.state import LabState
 
 LADDER = {8, 16, 32, 64, 128, 256, 512}
 

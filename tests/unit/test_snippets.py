@@ -41,6 +41,8 @@ OTHERS: dict[str, Any] = {
     "role": st.sampled_from(["target", "draft"]),
 }
 LADDER = {"max_tokens": tokens, "buckets": st.lists(tokens, min_size=1, max_size=8)}
+RESERVE = {"reserve_gib": st.floats(0, 4096), "post_capture_gib": st.floats(0, 4096)}
+GROWS = {"post_capture_mib_per_1k": st.floats(0, 4096), "longest_prompt": st.integers(1, 1 << 30)}
 MEMORY = {"mem_fraction": st.floats(1e-9, 1 - 1e-9), "free_memory_gib": st.floats(1e-9, 4096)}
 
 
@@ -49,9 +51,12 @@ def one_of(choices: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(st.just({}), *each)
 
 
-any_settings = st.tuples(one_of(LADDER), one_of(MEMORY), st.fixed_dictionaries({}, optional=OTHERS)).map(
-    lambda parts: CaptureSettings.create(**parts[0], **parts[1], **parts[2])
-)
+any_settings = st.tuples(
+    one_of(LADDER),
+    one_of(MEMORY),
+    st.one_of(st.just({}), st.fixed_dictionaries(GROWS)),
+    st.fixed_dictionaries({}, optional={**OTHERS, **RESERVE}),
+).map(lambda parts: CaptureSettings.create(**parts[0], **parts[1], **parts[2], **parts[3]))
 
 
 def run_command(line: str) -> CaptureSettings:
@@ -94,7 +99,7 @@ def test_both_give_the_same_settings_back(chosen: CaptureSettings) -> None:
 
 
 def test_the_property_covers_every_setting() -> None:
-    assert {*OTHERS, *LADDER, *MEMORY} == set(CaptureSettings.model_fields)
+    assert {*OTHERS, *LADDER, *MEMORY, *RESERVE, *GROWS} == set(CaptureSettings.model_fields)
 
 
 def test_only_what_was_changed_is_named() -> None:

@@ -1,26 +1,38 @@
-"""What each policy would do with a server as planned, and advice from it. Pure decisions over numbers."""
+"""What each policy would do with a server as planned. Pure decisions over numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.forecast.needs import ladder_needs
 from toolkit.forecast.terms import Forecast
 from toolkit.memory.rules import Resolution
-from toolkit.policies import PolicyFacts, get_policy
+from toolkit.policies import Decision, Policy, PolicyFacts, get_policy, mib_or_gib, reserve_gib, starved_gib
 from toolkit.settings import Backend
 
 GRAPH_RUNNER, EAGER_RUNNER = "PrefillCudaGraphRunner", "EagerRunner"
-DEFAULT_RESERVE_GIB, DEFAULT_RESERVE_SHARE = 0.5, 0.1
-"""What is kept free after the capture unless somebody says otherwise: the smaller of the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutcome:
     """What a policy leads to. `free_after_gib` is None where the server would not start.
 
-    `margin_gib` is what the worst moment of the capture leaves by the middle of the forecast, `tight` whether its
-    upper bound would not fit into the lower bound of what is free.
+    Attributes:
+        runner: who serves prefill; None where the server would not start.
+        outcome: captured, skipped or oom.
+        code: stable word for the reason.
+        reason: one sentence.
+        captured_buckets: token counts, largest first.
+        free_after_gib: GiB free when graphs and KV pool are in place.
+        kv_cache_tokens: tokens of the KV pool.
+        margin_gib: what the worst moment of the capture leaves by the middle of the forecast.
+        tight: whether the upper bound of the need would not fit into the lower bound of what is free.
+        log_line: a server's own line about it.
+        oom_bucket: where memory runs out.
+        trimmed: buckets that were asked for and get no graph.
+        starved_gib: GiB that what comes after the capture lacks; 0 when it fits.
     """
 
     runner: str | None
@@ -34,58 +46,120 @@ class PolicyOutcome:
     tight: bool = False
     log_line: str | None = None
     oom_bucket: int | None = None
+    trimmed: tuple[int, ...] = ()
+    starved_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The moment before the capture, on one rank."""
+    """The moment before the capture, on one rank, with a KV pool that was sized first.
+
+    Attributes:
+        free_gib: GiB free then.
+        free_low_gib: lower bound of it.
+        kv_cache_tokens: tokens of the KV pool.
+        buckets: the ladder.
+        resolved: what the release settles; None for the toolkit's own engine.
+        backend: who captures.
+        locked_keys: what was locked by hand.
+        reserve_gib: what is to stay free; None is the default.
+        later_gib: GiB that something needs after the capture.
+        later_words: what that is.
+        kv_room_gib: GiB of the KV pool.
+        kv_tokens: tokens of a KV pool of so many GiB.
+    """
 
     free_gib: float
     free_low_gib: float
     kv_cache_tokens: int
     buckets: tuple[int, ...]
-    resolved: Resolution
+    resolved: Resolution | None
     backend: Backend
     locked_keys: frozenset[tuple[str, str]]
+    reserve_gib: float | None = None
+    later_gib: float = 0.0
+    later_words: str = ""
+    kv_room_gib: float = 0.0
+    kv_tokens: Callable[[float], int] = lambda gib: 0
 
 
-def plan_policy(name: str, now: Situation, forecast: Callable[[tuple[int, ...]], Forecast]) -> PolicyOutcome:
-    """The outcome under the policy `name`; `forecast` is asked for the buckets it decides to capture."""
+Ask = Callable[[tuple[int, ...]], Forecast]
+
+
+def plan_policy(name: str, now: Situation, forecast: Ask) -> PolicyOutcome:
+    """The outcome under the policy `name`; `forecast` is asked for the ladders it looks at."""
     if now.free_gib < 0:
         reason = f"weights, KV pool and static buffers exceed the device by {-now.free_gib:.2f} GiB: it would not start"
         return PolicyOutcome(None, "oom", "out_of_memory_before_capture", reason, (), None, now.kv_cache_tokens)
     if now.backend is Backend.DISABLED:
-        return _eager(now, "disabled", disabled_reason(now.resolved))
-    decision = get_policy(name)(PolicyFacts(now.free_gib, now.locked_keys, now.buckets))
+        return _judged(_eager(now, "disabled", disabled_reason(now.resolved)), now)
+    policy = get_policy(name)
+    facts = policy_facts(policy, now, forecast)
+    decision = policy.decide(facts)
     if not decision.capture:
-        return _eager(now, decision.code, decision.reason, decision.log_line)
-    return _captured(now, decision.code, decision.reason, forecast(decision.buckets))
+        outcome = _eager(now, decision.code, decision.reason, decision.log_line, decision.trimmed)
+    elif policy.kv_first:
+        outcome = _captured(now, decision, forecast(decision.buckets))
+    else:
+        outcome = _kv_last(now, facts, decision, forecast(decision.buckets))
+    return _judged(outcome, now)
 
 
-def disabled_reason(resolved: Resolution) -> str:
+def policy_facts(policy: Policy, now: Situation, forecast: Ask) -> PolicyFacts:
+    """What a policy may look at in a plan; forecasts only where it looks at them."""
+    facts = PolicyFacts(
+        free_gib=now.free_gib,
+        locked_keys=now.locked_keys,
+        buckets=now.buckets,
+        reserve_gib=reserve_gib(now.free_gib, now.reserve_gib),
+        post_capture_gib=now.later_gib,
+        kv_room_gib=now.kv_room_gib,
+    )
+    if not policy.foresees:
+        return facts
+    return dataclasses.replace(facts, needs=ladder_needs(forecast, now.buckets, facts.fits))
+
+
+def disabled_reason(resolved: Resolution | None) -> str:
     """Why there is no prefill graph, from the rule that decided."""
-    rule = next((one for one in resolved.reasons if one.effect != "tc_piecewise" and one.standing == "decided"), None)
+    reasons = () if resolved is None else resolved.reasons
+    rule = next((one for one in reasons if one.effect != "tc_piecewise" and one.standing == "decided"), None)
     return "the prefill graph was disabled by hand" if rule is None else f"disabled by the release: {rule.text}"
 
 
-def reserve_gib(free_gib: float, asked: float | None) -> float:
-    """GiB to keep free after the capture: as asked, else the smaller of 0.5 and 10 % of what is free before it."""
-    return asked if asked is not None else min(DEFAULT_RESERVE_GIB, DEFAULT_RESERVE_SHARE * max(free_gib, 0.0))
+def _judged(outcome: PolicyOutcome, now: Situation) -> PolicyOutcome:
+    """With the verdict on what comes after the capture."""
+    lacking = starved_gib(outcome.free_after_gib, now.later_gib)
+    if not lacking:
+        return outcome
+    words = f"what comes later ({now.later_words}) lacks {mib_or_gib(lacking)}"
+    return dataclasses.replace(outcome, starved_gib=lacking, reason=f"{outcome.reason}; {words}")
 
 
-def _eager(now: Situation, code: str, reason: str, log_line: str | None = None) -> PolicyOutcome:
+def _eager(
+    now: Situation, code: str, reason: str, log_line: str | None = None, trimmed: tuple[int, ...] = ()
+) -> PolicyOutcome:
     return PolicyOutcome(
-        EAGER_RUNNER, "skipped", code, reason, (), now.free_gib, now.kv_cache_tokens, log_line=log_line
+        EAGER_RUNNER,
+        "skipped",
+        code,
+        reason,
+        (),
+        now.free_gib,
+        now.kv_cache_tokens,
+        log_line=log_line,
+        trimmed=trimmed,
     )
 
 
-def _captured(now: Situation, code: str, why: str, forecast: Forecast) -> PolicyOutcome:
-    free_mib = now.free_gib * 1024
+def _captured(now: Situation, decision: Decision, forecast: Forecast) -> PolicyOutcome:
+    free_mib, why = now.free_gib * 1024, decision.reason
     peak, margin = forecast.peak, (free_mib - forecast.peak.mid) / 1024
-    need = f"the capture is forecast to need {peak.mid / 1024:.2f} GiB ({peak.low / 1024:.2f}-{peak.high / 1024:.2f})"
+    span = "" if peak.low == peak.high else f" ({peak.low / 1024:.2f}-{peak.high / 1024:.2f})"
+    need = f"the capture is forecast to need {mib_or_gib(peak.mid / 1024)}{span}"
     failed = next((bucket.num_tokens for bucket in forecast.buckets if bucket.peak.mid > free_mib), None)
     if failed is not None:
-        reason = f"{why}; {need} with {now.free_gib:.2f} GiB free: out of memory at bucket {failed}"
+        reason = f"{why}; {need} with {mib_or_gib(now.free_gib)} free: out of memory at bucket {failed}"
         done = tuple(one.num_tokens for one in forecast.buckets if one.peak.mid <= free_mib)
         return PolicyOutcome(
             None, "oom", "out_of_memory", reason, done, None, now.kv_cache_tokens, margin, True, oom_bucket=failed
@@ -96,11 +170,40 @@ def _captured(now: Situation, code: str, why: str, forecast: Forecast) -> Policy
     return PolicyOutcome(
         runner=GRAPH_RUNNER,
         outcome="captured",
-        code=code,
+        code=decision.code,
         reason=f"{why}; {need}{remark}",
         captured_buckets=tuple(one.num_tokens for one in forecast.buckets),
         free_after_gib=now.free_gib - forecast.total.mid / 1024,
         kv_cache_tokens=now.kv_cache_tokens,
         margin_gib=margin,
         tight=tight,
+        log_line=decision.log_line,
+        trimmed=decision.trimmed,
+    )
+
+
+def _kv_last(now: Situation, facts: PolicyFacts, decision: Decision, forecast: Forecast) -> PolicyOutcome:
+    """Graphs first: they have the room of the KV pool too, and the pool gets what they leave."""
+    both = now.free_gib + now.kv_room_gib
+    roomy = dataclasses.replace(now, free_gib=both, free_low_gib=now.free_low_gib + now.kv_room_gib)
+    outcome = _captured(roomy, decision, forecast)
+    if outcome.free_after_gib is None:
+        return dataclasses.replace(outcome, kv_cache_tokens=0)
+    room = outcome.free_after_gib - facts.kept_gib
+    tokens, before = now.kv_tokens(room) if room > 0 else 0, now.kv_cache_tokens
+    if tokens < max(now.buckets):
+        reason = f"{outcome.reason}; {max(room, 0.0):.2f} GiB are left for KV: less than one bucket of tokens"
+        return dataclasses.replace(
+            outcome,
+            runner=None,
+            outcome="oom",
+            code="no_memory_for_kv",
+            reason=reason,
+            free_after_gib=None,
+            kv_cache_tokens=tokens,
+        )
+    change = f"{abs(tokens - before):,} {'more' if tokens >= before else 'fewer'} than if it came first"
+    change = f"the KV pool gets {tokens:,} tokens, {change}"
+    return dataclasses.replace(
+        outcome, reason=f"{outcome.reason}; {change}", free_after_gib=facts.kept_gib, kv_cache_tokens=tokens
     )

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 from toolkit.catalogue import resolve_model
 from toolkit.errors import InvalidInput
 from toolkit.forecast.advice import advise_plan
-from toolkit.forecast.assumptions import context_gib
+from toolkit.forecast.assumptions import DECODE_GRAPHS, context_gib
 from toolkit.forecast.engines import SGLANG, ForecastRequest, get_engine
 from toolkit.forecast.model_facts import ModelFacts, model_facts, unplannable
-from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy, reserve_gib
+from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
 from toolkit.forecast.plan_ledger import Ledger, LedgerFacts, LedgerLine, build_ledger, with_graphs
 from toolkit.forecast.plan_settings import ITEMSIZES, PlanSettings
 from toolkit.forecast.terms import ZERO, Forecast, Range
 from toolkit.hardware import GpuSpec, resolve_gpu
 from toolkit.memory.kv_cells import KvCell, kv_cell
-from toolkit.memory.ledger import MIN_AUTO_FRACTION
+from toolkit.memory.ledger import GIB, MIN_AUTO_FRACTION
 from toolkit.memory.release import Release, get_release
 from toolkit.memory.rules import Resolution, ServerFacts, resolve_server
+from toolkit.policies import reserve_gib
 from toolkit.settings import Backend
 
 if TYPE_CHECKING:
@@ -226,14 +227,20 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
     cell = _cell(settings, model)
     facts = _ledger_facts(settings, model, gpu, cell, fraction)
     ledger = build_ledger(facts)
+    later, words = later_need(settings, resolved)
     now = Situation(
-        ledger.free_before_gib,
-        ledger.lines[-1].low_gib,
-        ledger.kv_cache_tokens,
-        resolved.buckets,
-        resolved,
-        backend,
-        settings.locked_keys,
+        free_gib=ledger.free_before_gib,
+        free_low_gib=ledger.lines[-1].low_gib,
+        kv_cache_tokens=ledger.kv_cache_tokens,
+        buckets=resolved.buckets,
+        resolved=resolved,
+        backend=backend,
+        locked_keys=settings.locked_keys,
+        reserve_gib=settings.reserve_gib,
+        later_gib=later,
+        later_words=words,
+        kv_room_gib=ledger.line("kv_cache").gib,
+        kv_tokens=lambda gib: cell.tokens(gib * GIB),
     )
     forecast = None if backend is Backend.DISABLED else ask(model, backend, resolved.buckets)
     policies = {
@@ -258,6 +265,15 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
         assumptions=tuple(_assumptions(settings, model, gpu, ledger)),
     )
     return dataclasses.replace(plan, advice=tuple(advise_plan(plan)))
+
+
+def later_need(settings: PlanSettings, resolved: Resolution) -> tuple[float, str]:
+    """(GiB that are needed after the prefill capture, in words): what was declared, and a server's decode graphs."""
+    parts = {"declared": settings.post_capture_need_gib}
+    if settings.engine == SGLANG and resolved.decode_on:
+        parts["decode graphs"] = DECODE_GRAPHS.gib
+    said = ", ".join(f"{name} {gib:.2f} GiB" for name, gib in parts.items() if gib)
+    return sum(parts.values()), said
 
 
 def _resolve(settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, release: Release) -> tuple[Resolution, Backend]:

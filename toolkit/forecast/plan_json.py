@@ -140,6 +140,8 @@ def _policy(plan: Plan, name: str) -> dict[str, Any]:
         "tight": one.tight,
         "oom_bucket": one.oom_bucket,
         "log_line": one.log_line,
+        "trimmed": list(one.trimmed),
+        "starved_gib": _gib(one.starved_gib),
     }
 
 

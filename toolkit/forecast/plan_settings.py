@@ -11,7 +11,7 @@ from toolkit.forecast.engines import SGLANG, get_engine
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.memory.rank_local import MAX_TP
 from toolkit.policies import POLICIES, get_policy
-from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, Backend, GraphChoice, MemoryChoice
+from toolkit.settings import MAX_BUCKET_TOKENS, Backend, GraphChoice, MemoryChoice, ReserveChoice
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
@@ -24,11 +24,11 @@ def _named(short: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: short.get(value, value) if isinstance(value, str) else value)
 
 
-class PlanSettings(MemoryChoice, GraphChoice):
+class PlanSettings(MemoryChoice, GraphChoice, ReserveChoice):
     """Everything one plan needs. None means: as a server (or the published checkpoint) has it by default.
 
-    `reserve_gib` is what is to stay free after the capture; `max_running_requests` and `context_length` size the
-    server's request table, which is left out of the figures (but not of their range) while the first is None.
+    `max_running_requests` and `context_length` size the server's request table, which is left out of the figures (but
+    not of their range) while the first is None.
     """
 
     model: str = "qwen3-8b"
@@ -41,7 +41,6 @@ class PlanSettings(MemoryChoice, GraphChoice):
     engine: str = "sglang"
     sglang_version: str | None = None
     attention_backend: str | None = None
-    reserve_gib: float | None = None
     max_running_requests: int | None = Field(default=None, ge=1, le=1 << 20)
     context_length: int | None = Field(default=None, ge=1, le=1 << 30)
 
@@ -49,9 +48,6 @@ class PlanSettings(MemoryChoice, GraphChoice):
     def _check_plan(self) -> Self:
         if not 1 <= self.tp <= MAX_TP:
             raise InvalidInput(f"tp {self.tp} is out of range", f"1 to {MAX_TP} ranks", "for example --tp 8")
-        if self.reserve_gib is not None and not 0 <= self.reserve_gib <= MAX_DEVICE_GIB:
-            allowed = f"0 to {MAX_DEVICE_GIB:g} GiB"
-            raise InvalidInput(f"reserve (GiB) {self.reserve_gib:g} is out of range", allowed, "--reserve 0.5")
         if self.max_tokens is not None and not generate_prefill_buckets(self.max_tokens):
             raise InvalidInput(
                 f"ceiling {self.max_tokens} leaves no bucket",

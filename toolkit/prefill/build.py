@@ -11,8 +11,10 @@ import torch
 from toolkit.catalogue import load_config, resolve_model
 from toolkit.errors import InvalidInput
 from toolkit.memory.ledger import GIB, MIB, Sizes, kv_pool_bytes, resolve_sizes
+from toolkit.policies import get_policy
 from toolkit.prefill.attention import register_attention
 from toolkit.prefill.batch import StaticBuffers
+from toolkit.prefill.elastic_kv import ElasticKVPool
 from toolkit.prefill.kv_pool import KVPool, LayerGeometry, bytes_per_token
 from toolkit.prefill.model_runner import ModelRunner, model_geometry
 from toolkit.settings import Backend, CaptureSettings
@@ -60,7 +62,7 @@ def build_model_runner(
         # What cannot be left free is refused now, not after a minute of loading.
         parameters = meta_model(config, dtype, register_attention()).parameters()
         weight_bytes = sum(parameter.nbytes for parameter in parameters)
-        _kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
+        planned_kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
     check_weights(source, settings.weights)
     stage("load weights", source.id)
     loaded = load_model(
@@ -95,10 +97,15 @@ def _allocate(
 ) -> ModelRunner:
     dtype = getattr(torch, settings.dtype)
     baseline, after_weights = free
-    tokens = _kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
-    stage("allocate KV pool", f"{tokens} tokens")
-    pool = KVPool(device, geometry, tokens, dtype)
-    ledger["kv_cache_gib"] = _tensor_gib([*pool.keys, *pool.values])
+    tokens = planned_kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
+    pool: KVPool
+    if get_policy(settings.policy).kv_first:
+        stage("allocate KV pool", f"{tokens} tokens")
+        pool = KVPool(device, geometry, tokens, dtype)
+        ledger["kv_cache_gib"] = _tensor_gib([*pool.keys, *pool.values])
+    else:
+        pool = _reserve_pool(device, sizes, geometry, tokens, dtype, stage)
+        ledger["kv_cache_gib"] = pool.backed_bytes / GIB
     stage("allocate static buffers", f"{max(sizes.buckets, default=1)} tokens")
     runner = assemble(settings, device, loaded.model, pool, sizes.buckets)
     runner.tokenizer = loaded.tokenizer
@@ -110,7 +117,7 @@ def _allocate(
     # The allocator hands memory out in steps; what the tensors do not fill is nobody's, and still not free.
     named = ("weights_gib", "kv_cache_gib", "static_buffers_gib")
     ledger["allocator_rounding_gib"] = (baseline - device.free_bytes()) / GIB - sum(ledger[key] or 0 for key in named)
-    ledger["ballast_gib"] = _leave_free(settings, device)
+    ledger["ballast_gib"] = _leave_free(settings, device, pool)
     ledger["free_before_capture_gib"] = device.free_bytes() / GIB
     return runner
 
@@ -134,6 +141,8 @@ def assemble(
         backend=settings.resolved_backend.value,
         context_length=_context_length(config),
         policy=settings.policy,
+        reserve_gib=settings.reserve_gib,
+        post_capture_gib=settings.post_capture_need_gib,
         role=settings.role,
         compiler=settings.compiler,
         request_slots=settings.request_slots,
@@ -151,7 +160,7 @@ def _context_length(config: Any) -> int:
     return min((int(limit) for limit in limits if limit), default=1 << 20)
 
 
-def _kv_tokens(
+def planned_kv_tokens(
     settings: CaptureSettings,
     sizes: Sizes,
     geometry: list[LayerGeometry],
@@ -160,6 +169,10 @@ def _kv_tokens(
     after_weights: int,
     config: Any,
 ) -> int:
+    """Tokens of a KV pool that is sized before the capture; `baseline` and `after_weights` are bytes free.
+
+    Raises NoMemoryForKV, and InvalidInput when the free memory that is asked for cannot be left.
+    """
     per_token = bytes_per_token(geometry, dtype.itemsize)
     if not per_token:
         return 1  # no standard attention layer: a guard will say so, there is nothing to store
@@ -202,7 +215,25 @@ def _tensor_gib(tensors: Iterable[torch.Tensor]) -> float:
     return sum(storages.values()) / GIB
 
 
-def _leave_free(settings: CaptureSettings, device: Device) -> float:
+def _reserve_pool(
+    device: Device,
+    sizes: Sizes,
+    geometry: list[LayerGeometry],
+    planned_tokens: int,
+    dtype: torch.dtype,
+    stage: Callable[[str, str | None], None],
+) -> ElasticKVPool:
+    """Addresses for as many tokens as free memory holds, memory for one full bucket."""
+    per_token = bytes_per_token(geometry, dtype.itemsize)
+    first = max(sizes.buckets, default=1)
+    most = max(first, device.free_bytes() // per_token) if per_token else first
+    stage("reserve addresses for the KV pool", f"{most} tokens at most, {first} backed")
+    return ElasticKVPool(device, geometry, first, most, dtype, (planned_tokens + 1) * per_token)
+
+
+def _leave_free(settings: CaptureSettings, device: Device, pool: KVPool) -> float:
     if settings.free_memory_gib is None:
         return 0.0
-    return device.leave_free(int(settings.free_memory_gib * GIB)) / GIB
+    # A pool that grows later is left the memory that it would have taken by now.
+    later = pool.planned_bytes - pool.backed_bytes if isinstance(pool, ElasticKVPool) else 0
+    return device.leave_free(int(settings.free_memory_gib * GIB) + later) / GIB

@@ -69,7 +69,8 @@ class ModelRunner:
     """Everything one rank holds. Built after weights and KV pool are in place; the capture comes later.
 
     `context_length` is the longest request the model takes, `request_slots` and `max_context` size the `full`
-    backend. `locked_keys` are what the user chose by hand.
+    backend. `locked_keys` are what the user chose by hand; `reserve_gib` is what has to stay free (None: by default),
+    `post_capture_gib` what is declared to be needed after the capture.
     """
 
     device: Device
@@ -80,6 +81,8 @@ class ModelRunner:
     backend: str
     context_length: int
     policy: str = "ungated"
+    reserve_gib: float | None = None
+    post_capture_gib: float = 0.0
     role: str = "target"
     compiler: str = "eager"
     request_slots: int = 4

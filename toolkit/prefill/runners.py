@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import CaptureCancelled, OutOfMemoryAtBucket
 from toolkit.ladder import choose_bucket, exceeds_replay_limit
+from toolkit.policies import Halt
 from toolkit.prefill.backends.base import CapturedBucket, PrefillBackend
 from toolkit.prefill.batch import PackedBatch
 
@@ -70,16 +71,26 @@ class PrefillCudaGraphRunner:
         self.pool: Pool = model_runner.device.new_pool()
         self.captured: dict[int, CapturedBucket] = {}
         self.figures: list[BucketCapture] = []
+        self.pool_bytes: int | None = 0
+        """What the pool held after the last bucket that was captured; None where nobody knows."""
 
     @property
     def ladder(self) -> list[int]:
         """Captured buckets, smallest first."""
         return sorted(self.captured)
 
-    def capture(self, buckets: tuple[int, ...], on_event: EventSink, cancelled: Callable[[], bool]) -> None:
-        """Capture `buckets`, largest first, into one pool on one stream.
+    def capture(
+        self,
+        buckets: tuple[int, ...],
+        on_event: EventSink,
+        cancelled: Callable[[], bool],
+        halt: Callable[[int, float, float], Halt | None] | None = None,
+    ) -> Halt | None:
+        """Capture `buckets`, largest first, into one pool on one stream. Returns why it stopped early, or None.
 
-        Raises OutOfMemoryAtBucket, CaptureCancelled (asked between buckets) or CaptureError; call `release` then.
+        `halt(captured, free_at_start_gib, free_gib)` is asked after each bucket and says why to go no further.
+        Raises OutOfMemoryAtBucket, CaptureCancelled (asked between buckets) or CaptureError; buckets captured before
+        stay until `release`.
         """
         device = self.model_runner.device
         with device.capturing():
@@ -90,6 +101,10 @@ class PrefillCudaGraphRunner:
                 on_event(_begin_event(index, len(buckets), num_tokens, free_before))
                 free_before = self._capture_one(num_tokens, free_at_start, free_before)
                 on_event({"event": "bucket", "index": index, "total": len(buckets), **_as_dict(self.figures[-1])})
+                why = halt(index + 1, free_at_start / GIB, free_before / GIB) if halt is not None else None
+                if why is not None:
+                    return why
+        return None
 
     def _capture_one(self, num_tokens: int, free_at_start: int, free_before: int) -> int:
         runner, device = self.model_runner, self.model_runner.device
@@ -111,7 +126,8 @@ class PrefillCudaGraphRunner:
             runner.kv_pool.release(batch.slots)
         device.empty_cache()
         free = device.free_bytes()
-        known = device.pool_reserved_bytes(self.pool) is not None
+        self.pool_bytes = device.pool_reserved_bytes(self.pool)
+        known = self.pool_bytes is not None
         bucket = self.captured[num_tokens]
         self.figures.append(
             BucketCapture(
@@ -159,6 +175,12 @@ class PrefillCudaGraphRunner:
         """Drop every graph and give the pool back; the runner runs everything eager from now on."""
         self.captured.clear()
         self.model_runner.device.release_pool(self.pool)
+
+    def start_again(self) -> None:
+        """Drop every graph and what was measured of it; the next capture goes into a new pool."""
+        self.release()
+        self.figures.clear()
+        self.pool, self.pool_bytes = self.model_runner.device.new_pool(), 0
 
 
 def _begin_event(index: int, total: int, num_tokens: int, free: int) -> dict[str, Any]:

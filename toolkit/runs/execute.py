@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from toolkit.catalogue import resolve_model
-from toolkit.errors import one_line
+from toolkit.errors import PrefillLabError, one_line
 from toolkit.policies import get_policy
 from toolkit.runs.advice import advise
 from toolkit.runs.provenance import software_versions
@@ -15,6 +15,7 @@ from toolkit.runs.record import BucketFigures, ReplayCheck, RunRecord, SpeedPoin
 from toolkit.settings import CaptureSettings
 
 if TYPE_CHECKING:
+    from toolkit.policies import LadderNeed
     from toolkit.prefill.build import Built
     from toolkit.prefill.devices.base import Device
     from toolkit.prefill.runners import PrefillCudaGraphRunner
@@ -114,13 +115,32 @@ class _Run:
         self.stage("capture", f"{runner.backend}, policy {runner.policy}")
         eager = EagerRunner(runner)
         result = capture_prefill_graph(
-            model_runner=runner, eager_runner=eager, on_event=self.emit, cancelled=self.cancelled
+            model_runner=runner,
+            eager_runner=eager,
+            on_event=self.emit,
+            cancelled=self.cancelled,
+            foresee=self._foresee,
         )
         self.capture = result
         self.others.append(self.device.other_processes())
         self._take_capture(result)
         if result.outcome == "captured":
             self._after_capture(result)
+
+    def _foresee(self, buckets: tuple[int, ...], suits: Callable[[LadderNeed], bool]) -> tuple[LadderNeed, ...]:
+        from toolkit.forecast.needs import ladder_needs
+        from toolkit.runs.foretell import forecast_run
+
+        assert self.built.runner is not None
+        self.stage("forecast", f"up to {max(buckets)} tokens")
+        device, tokens = self.fields["device"], self.built.runner.kv_pool.num_tokens
+        try:
+            needs = ladder_needs(lambda ladder: forecast_run(self.settings, ladder, device, tokens), buckets, suits)
+        except PrefillLabError as error:
+            self.note(f"no forecast: {error}")
+            return ()
+        self.stage("capture", f"{self.settings.resolved_backend.value}, policy {self.settings.policy}")
+        return needs
 
     def _take_capture(self, result: GraphCapture) -> None:
         fields, ledger = self.fields, dict(self.built.ledger or {})
@@ -132,17 +152,31 @@ class _Run:
             capture_time_s=result.capture_time_s,
             capture_order=[figure.num_tokens for figure in result.figures],
             oom_bucket=result.oom_bucket,
+            trimmed=list(result.trimmed),
+            decision=result.decision.to_dict() if result.decision is not None else None,
+            starved_gib=result.starved_gib,
             pools=self.device.memory_by_pool(),
             buckets=[BucketFigures.model_validate(figure, from_attributes=True) for figure in result.figures],
         )
         ledger["prefill_graph_gib"] = result.memory_usage_gib
         ledger["free_gib"] = result.free_after_gib
+        self._take_kv_pool(ledger)
         fields["ledger"] = ledger
         # If this process ends before its record, the parent still knows what the capture measured.
-        known = ("free_after_gib", "mem_usage_gib", "peak_usage_gib", "capture_time_s", "ledger")
+        known = ("kv_cache_tokens", "free_after_gib", "mem_usage_gib", "peak_usage_gib", "capture_time_s", "ledger")
         self._emit({"event": "facts", **{key: fields[key] for key in known}})
         runner = type(result.runner).__name__ if result.runner is not None else None
         self._end(result.outcome, result.reason_code, result.reason, runner)
+
+    def _take_kv_pool(self, ledger: dict[str, float | None]) -> None:
+        """A pool that was sized after the capture: its figures are known only now."""
+        from toolkit.prefill.elastic_kv import ElasticKVPool
+        from toolkit.prefill.runners import GIB
+
+        runner = self.built.runner
+        if runner is not None and isinstance(runner.kv_pool, ElasticKVPool):
+            self.fields["kv_cache_tokens"] = runner.kv_pool.num_tokens
+            ledger["kv_cache_gib"] = runner.kv_pool.backed_bytes / GIB
 
     def _after_capture(self, result: GraphCapture) -> None:
         runner: Any = result.runner

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
 from toolkit.runs.record import RunRecord
 
 if TYPE_CHECKING:
     from toolkit.forecast.terms import Forecast
+    from toolkit.settings import CaptureSettings
 
 
 def foretell(record: RunRecord) -> Forecast:
@@ -17,23 +19,33 @@ def foretell(record: RunRecord) -> Forecast:
     Raises InvalidInput when the record does not say what was captured, names a model that is not here or a card
     that is not in the catalogue.
     """
-    from toolkit.forecast.own_engine import forecast_transformers
-    from toolkit.hardware import resolve_gpu
     from toolkit.settings import CaptureSettings
 
     known = {name: value for name, value in record.settings.items() if name in CaptureSettings.model_fields}
-    settings = CaptureSettings.create(**known)
     if not record.capture_order:
         raise InvalidInput("the run captured nothing and planned no bucket", "a run with buckets")
-    on_cpu = record.device.get("kind") == "cpu"
+    return forecast_run(CaptureSettings.create(**known), record.capture_order, record.device, record.kv_cache_tokens)
+
+
+def forecast_run(
+    settings: CaptureSettings, buckets: Sequence[int], device: Mapping[str, Any], kv_cache_tokens: int | None
+) -> Forecast:
+    """The forecast of capturing `buckets` under `settings` on the device that a record names.
+
+    Raises InvalidInput for a model that is not here or a card that is not in the catalogue.
+    """
+    from toolkit.forecast.own_engine import forecast_transformers
+    from toolkit.hardware import resolve_gpu
+
+    on_cpu = device.get("kind") == "cpu"
     return forecast_transformers(
         settings.model,
-        record.capture_order,
+        buckets,
         backend=settings.resolved_backend,
         compiler=settings.compiler,
         dtype=settings.dtype,
         request_slots=settings.request_slots,
         max_context=settings.max_context,
-        kv_cache_tokens=record.kv_cache_tokens,
-        gpu=None if on_cpu else resolve_gpu(str(record.device.get("name"))),
+        kv_cache_tokens=kv_cache_tokens,
+        gpu=None if on_cpu else resolve_gpu(str(device.get("name"))),
     )

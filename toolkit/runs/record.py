@@ -65,7 +65,11 @@ class SpeedPoint(_Part):
 
 
 class RunRecord(_Part):
-    """One capture, from settings to outcome. GiB is 2**30 bytes. None means not known: shown as n/a, never 0."""
+    """One capture, from settings to outcome. GiB is 2**30 bytes. None means not known: shown as n/a, never 0.
+
+    `trimmed` are buckets that were asked for and have no graph, `decision` what the policy decided, `starved_gib` what
+    a need that was declared for after the capture lacks (None where none was declared).
+    """
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -92,6 +96,9 @@ class RunRecord(_Part):
     pools: list[dict[str, Any]] = []
     other_processes: Count | None = None
     buckets: list[BucketFigures] = []
+    trimmed: list[Tokens] = []
+    decision: dict[str, Any] | None = None
+    starved_gib: float | None = None
     replay_check: ReplayCheck | None = None
     speed: list[SpeedPoint] = []
     log: list[str] = []

@@ -90,6 +90,22 @@ def policy_name(record: RunRecord) -> str:
     return _name(record.settings.get("policy"))
 
 
+def left_out_words(record: RunRecord) -> str | None:
+    """Which buckets were asked for and have no graph; None where all have one, or nothing is known of it."""
+    if not record.trimmed:
+        return None
+    asked = len(record.buckets) + len(record.trimmed)
+    span = f"{min(record.trimmed)} to {max(record.trimmed)}" if len(record.trimmed) > 1 else str(record.trimmed[0])
+    return f"{len(record.trimmed)} of {asked} buckets ({span} tokens), which run eager"
+
+
+def needed_later_words(record: RunRecord) -> str | None:
+    """Whether what was declared to be needed after the capture fits; None where nothing was declared."""
+    if record.starved_gib is None:
+        return None
+    return f"lacks {memory_words(record.starved_gib)}" if record.starved_gib else "fits"
+
+
 def backend_name(record: RunRecord) -> str:
     """The backend that ran; when it was not chosen by hand the answer says so: `breakable (auto)`."""
     asked = _name(record.settings.get("backend"))

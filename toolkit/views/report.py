@@ -40,8 +40,11 @@ def write_report(records: Sequence[RunRecord], path: Path, title: str) -> Path:
 
 
 def verdict(record: RunRecord) -> list[str]:
-    """What happened, who decided and why, in plain sentences."""
-    return [_what_happened(record), _who_decided(record), f"Reason: {one_line(record.reason).rstrip('.')}."]
+    """What happened, who decided and why, what was left out and whether a later need fits, in plain sentences."""
+    sentences = [_what_happened(record), _who_decided(record), f"Reason: {one_line(record.reason).rstrip('.')}."]
+    left_out, later = frames.left_out_words(record), frames.needed_later_words(record)
+    sentences += [f"Left out: {left_out}."] if left_out is not None else []
+    return sentences + ([f"Needed later, as declared: {later}."] if later is not None else [])
 
 
 # --- words --------------------------------------------------------------------------------------------------

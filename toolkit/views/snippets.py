@@ -6,9 +6,17 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.settings import CaptureSettings, DeviceChoice, GraphChoice, MemoryChoice, ModelChoice, PolicyChoice
+from toolkit.settings import (
+    CaptureSettings,
+    DeviceChoice,
+    GraphChoice,
+    MemoryChoice,
+    ModelChoice,
+    PolicyChoice,
+    ReserveChoice,
+)
 
-_CONCERNS = (ModelChoice, DeviceChoice, MemoryChoice, GraphChoice, PolicyChoice)
+_CONCERNS = (ModelChoice, DeviceChoice, MemoryChoice, GraphChoice, ReserveChoice, PolicyChoice)
 _LINE = 100
 _NUL_IN_COMMAND = "# a NUL cannot be written in a command line: use the Python form"
 
@@ -29,8 +37,8 @@ def as_command(settings: CaptureSettings) -> str:
     """
     words = ["prefill-lab", "capture"]
     for name, value in _chosen(settings):
-        # --free-memory and --device-memory leave out the unit that the setting's name carries.
-        option, text = "--" + name.removesuffix("_gib").replace("_", "-"), _typed(value)
+        # An option leaves out the unit that the setting's name carries: --free-memory, --post-capture-per-1k.
+        option, text = "--" + name.removesuffix("_gib").replace("_mib_", "_").replace("_", "-"), _typed(value)
         # Apart, what begins with a dash could be taken for an option.
         words += [f"{option}={text}"] if text.startswith("-") else [option, text]
     line = shlex.join(words)

@@ -16,9 +16,11 @@ from toolkit.views.frames import (
     NA,
     backend_name,
     display_value,
+    left_out_words,
     median_ratio,
     memory_words,
     model_name,
+    needed_later_words,
     policy_name,
     replay_ratio,
     seconds_words,
@@ -88,6 +90,9 @@ def record_view(record: RunRecord, *, all_buckets: bool = False) -> list[Rendera
     table.add_column(overflow="fold")
     for name, figure in FIGURES:
         table.add_row(name, plain(figure(record)))
+    for name, words in (("left out", left_out_words(record)), ("needed later", needed_later_words(record))):
+        if words is not None:
+            table.add_row(name, plain(words))
     check = record.replay_check
     if check is not None and check.next_token is not None:
         table.add_row("next token", plain(f"{check.next_token!r} after {check.prompt!r}"))

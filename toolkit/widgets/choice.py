@@ -5,38 +5,42 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.catalogue import ModelSource, resolve_model
-from toolkit.errors import InvalidInput, PrefillLabError
+from toolkit.errors import InvalidInput, PrefillLabError, one_line
 from toolkit.ladder import parse_buckets
 from toolkit.memory.ledger import Sizes, reserve_mib, resolve_sizes
-from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
-from toolkit.policies import PolicyFacts, get_policy
+from toolkit.policies import DEFAULT_RESERVE_GIB, DEFAULT_RESERVE_SHARE, get_policy, mib_or_gib, reserve_gib
 from toolkit.runs.worker import check_names
 from toolkit.settings import Backend, CaptureSettings
 from toolkit.weights import resolve_weights
+from toolkit.widgets.verdicts import Foresight, Moment, Verdict, verdicts
 
-EDGE_GIB = 0.1
-"""A forecast this little above the gate does not tell on which side the measured figure will lie."""
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GEOMETRY_LATER = "known once the model's config is loaded"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOption:
-    """A device that can be picked. `total_mib` is None for the CPU device, whose capacity is declared."""
+    """A device that can be picked. `total_mib` is None for the CPU device, whose capacity is declared. `gpu` is
+    the card as its driver names it.
+    """
 
     value: str
     label: str
     total_mib: float | None = None
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The controls of the Lab as they stand. `ladder` is `default`, `ceiling` or `own`."""
+    """The controls of the Lab as they stand. `ladder` is `default`, `ceiling` or `own`.
+
+    `reserve` and `later` are GiB as typed; empty is the default reserve, and nothing that is needed later.
+    """
 
     model: str
     device: str
@@ -50,6 +54,8 @@ class Choice:
     buckets: str
     leave_exactly: bool
     free_memory_gib: float
+    reserve: str = ""
+    later: str = ""
 
     def settings(self, **others: Any) -> CaptureSettings:
         """The settings that these controls stand for, with `others` that have no control.
@@ -68,9 +74,20 @@ class Choice:
             choices["max_tokens"] = self.max_tokens
         elif self.ladder == "own":
             choices["buckets"] = tuple(parse_buckets(self.buckets))
+        choices["reserve_gib"] = _typed_gib("reserve", self.reserve)
+        choices["post_capture_gib"] = _typed_gib("need after the capture", self.later)
         settings = CaptureSettings.create(**choices, backend=self.backend, policy=self.policy)
         get_policy(settings.policy)
         return settings
+
+
+def _typed_gib(name: str, text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInput(f"{name} {one_line(text)[:40]!r} is no number", "GiB, or empty", "for example 0.5") from None
 
 
 def controls_for(settings: dict[str, Any]) -> dict[str, Any]:
@@ -107,11 +124,17 @@ def _of_buckets(value: Any) -> dict[str, Any]:
     return {"ladder": "default"} if value is None else {"ladder": "own", "buckets": ",".join(map(str, value))}
 
 
+def _typed(control: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {control: "" if value is None else repr(float(value))}
+
+
 _CONTROLS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mem_fraction": _of_fraction,
     "free_memory_gib": _of_free,
     "max_tokens": _of_ceiling,
     "buckets": _of_buckets,
+    "reserve_gib": _typed("reserve"),
+    "post_capture_gib": _typed("later"),
 }
 
 
@@ -119,8 +142,9 @@ _CONTROLS: dict[str, Callable[[Any], dict[str, Any]]] = {
 class Preview:
     """What the choice means, in words. Without `settings` it cannot be captured, and `problem` says why.
 
-    `skips` is whether the policy would skip the capture, `mem_fraction` the fraction that will be used: None
-    where that cannot be told.
+    `verdicts` has what each policy would do, by its name; `verdict` and `skips` are those of the policy that is
+    chosen. `skips` is whether it would skip the capture, `mem_fraction` the fraction that will be used: None where
+    that cannot be told. `foreseen` is whether the verdicts have seen a forecast, or that there is none.
     """
 
     settings: CaptureSettings | None
@@ -130,13 +154,32 @@ class Preview:
     backend: str = ""
     ladder: str = ""
     free: str = ""
-    verdict: str = ""
-    skips: bool | None = None
+    reserve: str = ""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
     mem_fraction: float | None = None
+    foreseen: bool = False
+
+    @property
+    def chosen(self) -> Verdict | None:
+        """The verdict of the policy that is chosen."""
+        return None if self.settings is None else self.verdicts.get(self.settings.policy)
+
+    @property
+    def verdict(self) -> str:
+        """What the chosen policy would do and why; empty for what cannot be captured."""
+        return self.chosen.words if self.chosen is not None else ""
+
+    @property
+    def skips(self) -> bool | None:
+        """Whether the chosen policy would skip the capture."""
+        return self.chosen.skips if self.chosen is not None else None
 
 
-def preview(choice: Choice, total_mib: float | None, **others: Any) -> Preview:
-    """What `choice` means on a device of `total_mib` MiB (None: unknown). Never raises for what was picked."""
+def preview(choice: Choice, total_mib: float | None, foresight: Foresight | None = None, **others: Any) -> Preview:
+    """What `choice` means on a device of `total_mib` MiB (None: unknown). Never raises for what was picked.
+
+    `foresight` is the forecast for this choice; None where it is not made yet.
+    """
     try:
         settings = choice.settings(**others)
         source = resolve_model(settings.model)
@@ -150,7 +193,11 @@ def preview(choice: Choice, total_mib: float | None, **others: Any) -> Preview:
     except PrefillLabError as error:
         return Preview(None, problem=str(error), backend=_backend_words(settings))
     free_gib, free_words = _free_before(settings, source, sizes, total_mib)
-    skips, verdict = _verdict(settings, sizes, free_gib)
+    asked, exact = settings.free_memory_gib is not None, False
+    if free_gib is not None and foresight is not None and foresight.free_gib is not None:
+        free_gib, exact = foresight.free_gib, True
+        free_words = f"{free_gib:.3f} GiB (forecast, exact on this device: weights, KV pool and static buffers counted)"
+    moment = Moment(settings, sizes.buckets if sizes is not None else (), free_gib, asked, asked or exact)
     return Preview(
         settings,
         model=_model_words(settings, source),
@@ -158,9 +205,10 @@ def preview(choice: Choice, total_mib: float | None, **others: Any) -> Preview:
         backend=_backend_words(settings),
         ladder=_ladder_words(settings, sizes, mla),
         free=free_words,
-        verdict=verdict,
-        skips=skips,
+        reserve=_reserve_words(settings, free_gib),
+        verdicts=verdicts(moment, foresight),
         mem_fraction=sizes.mem_fraction_static if sizes is not None else None,
+        foreseen=foresight is not None,
     )
 
 
@@ -271,20 +319,17 @@ def _free_before(
     return free, f"about {free:.2f} GiB (forecast: (1 - {fraction:.3g}) x {total:.2f} GiB, less {less})"
 
 
-def _verdict(settings: CaptureSettings, sizes: Sizes | None, free_gib: float | None) -> tuple[bool | None, str]:
-    """Whether the policy would skip, None where that is not known, and the sentence for it."""
-    if settings.backend is Backend.DISABLED:
-        return True, "skips: the prefill graph is disabled by hand"
-    if free_gib is None or sizes is None:
-        return None, "n/a: there is no free memory before the capture, or it is not known"
-    decision = get_policy(settings.policy)(PolicyFacts(free_gib, settings.locked_keys, sizes.buckets))
-    forecast = settings.free_memory_gib is None
-    gate_decides = decision.code in ("gate_low_memory", "gate_passed")
-    # The forecast is what is free at most: what it leaves out can only push it under the gate.
-    if forecast and gate_decides and 0 <= free_gib - GATE_GIB < EDGE_GIB:
-        return (
-            None,
-            f"on the edge of the gate: about {free_gib:.2f} GiB against {GATE_GIB:.2f} GiB; the capture will tell",
-        )
-    word = "captures" if decision.capture else "skips, and prefill runs eager"
-    return not decision.capture, f"{word}: {decision.reason}{' (forecast)' if forecast else ''}"
+def _reserve_words(settings: CaptureSettings, free_gib: float | None) -> str:
+    """What is to stay free, and what is declared to be needed after the capture."""
+    if settings.reserve_gib is not None:
+        words = f"{mib_or_gib(settings.reserve_gib)}, as you ask"
+    else:
+        share = f"by default: {DEFAULT_RESERVE_SHARE:.0%} of what is free before, at most {DEFAULT_RESERVE_GIB:.2f} GiB"
+        mark = "" if settings.free_memory_gib is not None else " (forecast)"
+        words = share if free_gib is None else f"{mib_or_gib(reserve_gib(free_gib, None))}{mark} {share}"
+    need = settings.post_capture_need_gib
+    if not need:
+        return f"{words}; nothing is declared to be needed later"
+    grows = settings.post_capture_mib_per_1k
+    how = "" if grows is None else f" (with {grows:g} MiB per 1K tokens of a prompt of {settings.longest_prompt})"
+    return f"{words}; {mib_or_gib(need)}{how} declared to be needed later"

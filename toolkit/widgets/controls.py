@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,19 @@ from toolkit.policies import POLICIES
 from toolkit.settings import MAX_BUCKET_TOKENS, MAX_DEVICE_GIB, MIN_DEVICE_GIB, Backend
 from toolkit.views import markup
 from toolkit.widgets.binding import bind
-from toolkit.widgets.panels import preview_html, snippets_html
+from toolkit.widgets.painter import Painter
+from toolkit.widgets.panels import preview_html, snippets_html, verdicts_html
 from toolkit.widgets.parts import LABEL, html, named
 from toolkit.widgets.state import REFUSED, LabState
 
-POLICYLABELS = {"gated": "old gate (July 2026)", "ungated": "today (August 2026)"}
+POLICYLABELS = {
+    "gated": "old gate (July 2026)",
+    "ungated": "today (August 2026)",
+    "budgeted": "budgeted",
+    "capture_first": "capture first",
+}
+_REST_S = 0.15
+"""How long controls must rest before a forecast is made: it would share the interpreter with who moves them."""
 
 
 def pick_view(state: LabState) -> w.Widget:
@@ -29,11 +38,12 @@ def pick_view(state: LabState) -> w.Widget:
         [w.HTML("<h3>What these settings mean</h3>"), _preview(state), _snippets(state)],
         layout=w.Layout(flex="1 1 380px", min_width="340px"),
     )
-    return w.HBox([controls, meaning], layout=w.Layout(flex_flow="row wrap", width="100%"))
+    both = w.HBox([controls, meaning], layout=w.Layout(flex_flow="row wrap", width="100%"))
+    return w.VBox([both, w.HTML("<h3>Who decides</h3>"), _verdicts(state)], layout=w.Layout(width="100%"))
 
 
 def act_view(state: LabState) -> w.Widget:
-    """Capture, Cancel and Clear; below them how far the capture is."""
+    """Capture, Cancel and Clear, two captures under two policies; below them how far the capture is."""
     capture = _button(
         "Capture", "play", "success", "Capture with these settings, in a child process", state.capture, state
     )
@@ -60,7 +70,23 @@ def act_view(state: LabState) -> w.Widget:
     show_activity()
     show_message()
     buttons = w.HBox([capture, cancel, clear, bar], layout=w.Layout(flex_flow="row wrap", align_items="center"))
-    return w.VBox([buttons, doing, message])
+    return w.VBox([buttons, _pair(state), doing, message])
+
+
+def _pair(state: LabState) -> w.Widget:
+    """Two policies, and a button that runs both."""
+    names = [(POLICYLABELS.get(name, name), name) for name in POLICIES]
+    first, second = (
+        w.Dropdown(options=names, description=f"Policy {letter}", style={"description_width": "64px"})
+        for letter in "AB"
+    )
+    for trait, dropdown in (("first_policy", first), ("second_policy", second)):
+        dropdown.layout = w.Layout(width="250px")
+        bind(state, trait, dropdown)
+    tooltip = "Capture twice, under policy A and then B, with these settings; both are shown over each other"
+    both = _button("Run both", "columns", "", tooltip, state.capture_pair, state)
+    parts = [named(first, "policy-a"), named(second, "policy-b"), both]
+    return w.HBox(parts, layout=w.Layout(flex_flow="row wrap", align_items="center"))
 
 
 def _model(state: LabState) -> list[w.Widget]:
@@ -141,7 +167,7 @@ def _graph(state: LabState) -> list[w.Widget]:
     policy = w.ToggleButtons(
         options=[(POLICYLABELS.get(name, name), name) for name in POLICIES],
         description="Policy",
-        tooltips=[str(policy.__doc__).splitlines()[0] for policy in POLICIES.values()],
+        tooltips=[policy.summary for policy in POLICIES.values()],
         style={**LABEL, "button_width": "auto"},
     )
     ladder = w.ToggleButtons(
@@ -160,14 +186,39 @@ def _graph(state: LabState) -> list[w.Widget]:
     own = w.Text(
         description="own (tokens)", placeholder="8,32,128", continuous_update=False, style=LABEL, layout=_wide()
     )
+    reserve = _gib("Reserve (GiB)", "default", "To stay free. Default: 10 % of what is free, at most 0.5")
+    later = _gib("Needed later (GiB)", "nothing", "What something needs after the capture: a workspace of long prompts")
+    bind(state, "reserve", reserve)
+    bind(state, "later", later)
+    kept = w.HBox(
+        [named(reserve, "reserve"), named(later, "later")], layout=w.Layout(flex_flow="row wrap", width="98%")
+    )
     for name, widget in (("backend", backend), ("policy", policy), ("ladder", ladder)):
         bind(state, name, widget)
     bind(state, "max_tokens", ceiling)
     bind(state, "buckets", own)
     _enable(state, ceiling, "ladder", lambda: state.ladder == "ceiling")
     _enable(state, own, "ladder", lambda: state.ladder == "own")
-    names = ("backend", "policy", "ladder", "ceiling", "own")
-    return [named(widget, name) for widget, name in zip((backend, policy, ladder, ceiling, own), names, strict=True)]
+    return [
+        named(backend, "backend"),
+        named(policy, "policy"),
+        kept,
+        named(ladder, "ladder"),
+        named(ceiling, "ceiling"),
+        named(own, "own"),
+    ]
+
+
+def _gib(description: str, placeholder: str, tooltip: str) -> w.Widget:
+    """A field of text for GiB, because it may be empty."""
+    return w.Text(
+        description=description,
+        placeholder=placeholder,
+        tooltip=tooltip,
+        continuous_update=False,
+        style=LABEL,
+        layout=w.Layout(width="240px"),
+    )
 
 
 def _preview(state: LabState) -> w.Widget:
@@ -175,6 +226,31 @@ def _preview(state: LabState) -> w.Widget:
 
     def show(_: object = None) -> None:
         shown.value = preview_html(state.preview)
+
+    state.observe(show, "preview")
+    show()
+    return shown
+
+
+def _verdicts(state: LabState) -> w.Widget:
+    """What every policy would do, at once; and again with the forecast, which is made on a thread of its own."""
+    shown = html("verdicts")
+
+    def foresee() -> bool:
+        before = None
+        while before is not state.preview:  # while somebody moves a control, the forecast waits
+            before = state.preview
+            time.sleep(_REST_S)
+        state.foresee()
+        return False
+
+    painter = Painter(foresee)
+
+    def show(_: object = None) -> None:
+        preview = state.preview
+        shown.value = verdicts_html(preview)
+        if preview is not None and preview.settings is not None and not preview.foreseen:
+            painter.ask(now=True)
 
     state.observe(show, "preview")
     show()
@@ -208,10 +284,10 @@ def _button(name: str, icon: str, style: str, tooltip: str, act: Callable[[], An
         try:
             act()
         except PrefillLabError as error:
-            state.message = str(error)
+            state.message = f"{REFUSED}: {error}"
 
     button.on_click(pressed)
-    return named(button, name.lower())
+    return named(button, name.lower().replace(" ", "-"))
 
 
 def _wide() -> w.Layout:

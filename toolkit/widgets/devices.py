@@ -14,7 +14,7 @@ def device_options() -> tuple[DeviceOption, ...]:
     """Every GPU that CUDA would show to a capture, in its order, and the CPU device last."""
     shown = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = [
-        DeviceOption(f"cuda:{number}", f"GPU {number}: {gpu.name}, {gpu.total_mib:.0f} MiB", gpu.total_mib)
+        DeviceOption(f"cuda:{number}", f"GPU {number}: {gpu.name}, {gpu.total_mib:.0f} MiB", gpu.total_mib, gpu.name)
         for number, gpu in enumerate(shown)
     ]
     return (*gpus, CPU)

@@ -47,6 +47,20 @@ class Lab:
         self.state.capture()
         return self
 
+    def capture_pair(self, first: str | None = None, second: str | None = None, **settings: Any) -> Lab:
+        """Ask for two captures under two policies, with the same settings otherwise; both are shown over each other.
+
+        Returns at once. Without names these are the two that are picked beside the button. Raises InvalidInput for the
+        same policy twice and for settings that cannot be used, StorageError for a folder that cannot be written.
+        """
+        self.state.pick(**settings)
+        self.state.capture_pair(first, second)
+        return self
+
+    def foresee(self) -> Preview:
+        """The preview with a forecast of the toolkit's own engine, for every policy; takes seconds the first time."""
+        return self.state.foresee()
+
     def wait(self, timeout: float | None = None) -> RunRecord | None:
         """Wait until nothing runs or waits, and return the record of the last capture; None if there was none.
 
@@ -141,7 +155,11 @@ class Lab:
             lines.append(f"  cannot be captured: {shown.problem}")
         elif shown is not None:
             parts = (("memory fraction", shown.fraction), ("ladder", shown.ladder), ("free before", shown.free))
-            lines += [f"  {name}: {words}" for name, words in (*parts, ("verdict", shown.verdict))]
+            lines += [f"  {name}: {words}" for name, words in (*parts, ("reserve", shown.reserve))]
+            lines += [
+                f"  {name}{' (chosen)' if name == state.policy else ''}: {verdict.words}"
+                for name, verdict in shown.verdicts.items()
+            ]
         lines.append(f"  {_shown(state.record)}")
         return "\n".join(lines)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from toolkit.policies import POLICIES
 from toolkit.runs.record import RunRecord
 from toolkit.views import frames, markup
 from toolkit.views.report import verdict
 from toolkit.views.snippets import as_command, as_python
 from toolkit.widgets.choice import Preview
+from toolkit.widgets.verdicts import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +39,17 @@ STYLE = """<style>
 .plab .skipped, .plab .cancelled { border-left-color: #8a5f00; border-left-style: dashed; }
 .plab .oom, .plab .crashed, .plab .failed { border-left-color: #b34700; border-left-style: double; }
 .plab .running { border-left-color: #0072b2; border-left-style: dotted; }
+.plab .who { border-collapse: collapse; width: 100%; }
+.plab .who th, .plab .who td
+  { text-align: left; vertical-align: top; padding: 3px 10px; border-bottom: 1px solid #b0b0b0; }
+.plab .who tbody th { white-space: nowrap; border-left: 9px solid #767676; }
+.plab .who td.kv { text-align: right; white-space: nowrap; }
+.plab .who td.short { white-space: nowrap; font-weight: 700; }
+.plab .who .does-captured th { border-left: 9px solid #007a59; }
+.plab .who .does-trimmed th { border-left: 9px dotted #0072b2; }
+.plab .who .does-skipped th { border-left: 9px dashed #8a5f00; }
+.plab .who .does-oom th { border-left: 9px double #b34700; }
+.plab .who .chosen > * { border-top: 2px solid #0072b2; border-bottom: 2px solid #0072b2; }
 .plab .problem { border: 2px dashed #b34700; padding: 2px 10px; }
 .plab .wide { overflow-x: auto; }
 .plab table { overflow-wrap: normal; }
@@ -69,12 +82,52 @@ def preview_html(shown: Preview | None) -> str:
         ("backend", shown.backend),
         ("ladder", shown.ladder),
         ("free before capture", shown.free),
+        ("reserve", shown.reserve),
         (f"policy {shown.settings.policy}", shown.verdict),
     )
     cells = "".join(
         f'<tr><th scope="row">{markup.safe(name)}</th><td>{markup.safe(text)}</td></tr>' for name, text in rows
     )
     return f'<table class="says"><tbody>{cells}</tbody></table>'
+
+
+SIGNS = {"captured": "\u2713", "trimmed": "\u2702", "skipped": "\u2013", "oom": "\u2717", "unknown": "?"}
+"""Before the words of a verdict, so that no colour has to be told apart."""
+
+
+def verdicts_html(shown: Preview | None) -> str:
+    """What every policy would do: one row each, the chosen one marked."""
+    if shown is None or shown.settings is None:
+        return '<p class="source">n/a: these settings cannot be captured.</p>'
+    chosen = shown.settings.policy
+    rows = "".join(_verdict_row(verdict, name == chosen) for name, verdict in shown.verdicts.items())
+    source = (
+        "Nothing is captured yet: free memory is what you ask for or a forecast, needs and KV tokens are a forecast"
+    )
+    source += " of the toolkit's own engine." if shown.foreseen else "; the forecast of the needs is being made."
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", "it", "KV tokens (forecast)", "because"))
+    return (
+        f'<table class="who"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        f'<p class="source">{markup.safe(source)}</p>'
+    )
+
+
+def _verdict_row(verdict: Verdict, chosen: bool) -> str:
+    classes = f"does-{verdict.kind}{' chosen' if chosen else ''}"
+    name = markup.safe(verdict.policy) + (" (chosen)" if chosen else "")
+    return (
+        f'<tr class="{classes}"><th scope="row" title="{markup.safe(POLICIES[verdict.policy].summary)}">{name}</th>'
+        f'<td class="short">{SIGNS[verdict.kind]} {markup.safe(verdict.short)}</td>'
+        f'<td class="kv">{markup.safe(kv_words(verdict))}</td><td>{markup.safe(verdict.reason)}</td></tr>'
+    )
+
+
+def kv_words(verdict: Verdict) -> str:
+    """Tokens of the KV pool, and how many more or fewer than with a pool that is sized first."""
+    if verdict.kv_tokens is None or (verdict.kind == "oom" and not verdict.kv_tokens):
+        return "n/a"
+    change = "" if verdict.kv_change is None else f" ({verdict.kv_change:+,})"
+    return f"{verdict.kv_tokens:,}{change}"
 
 
 def snippets_html(shown: Preview | None) -> str:
@@ -100,6 +153,8 @@ def verdict_html(record: RunRecord | None) -> str:
         return EMPTY
     if record.is_running:
         lines = [f"Capturing now: {frames.provenance(record)}", record.reason]
+        if record.decision is not None:
+            lines.append(f"Decided by the policy {frames.policy_name(record)}: {record.decision.get('reason', frames.NA)}")
         lines += record.log[-1:]
     else:
         lines = verdict(record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +22,17 @@ from toolkit.runs.store import RunStore
 from toolkit.runs.worker import EXECUTOR, CaptureJob
 from toolkit.settings import CaptureSettings
 from toolkit.views.files import shown_path
+from toolkit.widgets.activity import Activity, after_event
 from toolkit.widgets.choice import Choice, DeviceOption, Preview, controls_for, preview
 from toolkit.widgets.devices import device_options
+from toolkit.widgets.pairs import Pair, pair_of
+from toolkit.widgets.verdicts import Foresight
 
 CPU_CEILING = 256
 """The ladder the Lab begins with where there is no GPU: the larger buckets take most of the time there."""
-FIRST_BUCKET_NOTE = "the first bucket also pays for what happens only once, such as compilation and loading kernels"
 REFUSED = "refused"
 """How a message begins that says why a capture did not take place."""
 CHOICES = tuple(field.name for field in fields(Choice))
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What is going on. `done` of `total` are buckets (or steps of a check); `total` is 0 outside of those."""
-
-    running: bool = False
-    cancelling: bool = False
-    waiting: int = 0
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-    num_tokens: int | None = None
-    elapsed_s: float = 0.0
-    note: str = ""
-
-    @property
-    def words(self) -> str:
-        """One line: stage, buckets done, elapsed seconds, who waits. Never an estimate of what is left."""
-        if not self.running:
-            return "idle"
-        parts = ["cancelling: stops after the bucket it is in" if self.cancelling else self.stage or "starting"]
-        if self.total:
-            parts.append(f"{self.done} of {self.total}")
-        if self.num_tokens is not None and not self.cancelling:
-            parts.append(f"at {self.num_tokens} tokens")
-        parts.append(f"{self.elapsed_s:.0f} s elapsed")
-        if self.waiting:
-            parts.append(f"{self.waiting} waiting for their turn")
-        return ", ".join(parts) + (f" ({self.note})" if self.note else "")
 
 
 class LabState(HasTraits):
@@ -78,7 +50,11 @@ class LabState(HasTraits):
     buckets = Unicode("8,32,128,512")
     leave_exactly = Bool(False)
     free_memory_gib = Float(3.99)
+    reserve = Unicode("")
+    later = Unicode("")
 
+    first_policy = Unicode("gated")
+    second_policy = Unicode("ungated")
     preview = Instance(Preview, allow_none=True)
     activity = Instance(Activity, args=())
     record = Instance(RunRecord, allow_none=True)
@@ -99,6 +75,8 @@ class LabState(HasTraits):
         self._unsaved: set[str] = set()
         self._shown_before: RunRecord | None = None
         self._ended: RunRecord | PrefillLabError | None = None
+        self._pairs: list[Pair] = []
+        self._foresight: tuple[CaptureSettings, float | None, Foresight] | None = None
         self.device = self.devices[0].value
         self.pick(**settings)
         if self.device == "cpu" and not {"max_tokens", "buckets", "chunked_prefill_size"} & settings.keys():
@@ -152,9 +130,40 @@ class LabState(HasTraits):
     @observe(*CHOICES)
     def _show_preview(self, _change: object = None) -> None:
         with self.lock:
-            self.preview = preview(self.choice, self.total_mib, **self.others)
+            self.preview = self._preview()
             if self.auto_fraction and self.preview.mem_fraction is not None:
                 self.mem_fraction = self.preview.mem_fraction  # so that a slider shows what auto gives
+
+    def _preview(self) -> Preview:
+        shown = preview(self.choice, self.total_mib, **self.others)
+        if self._foresight is None or shown.settings is None:
+            return shown
+        asked, total_mib, foresight = self._foresight
+        if asked != _whoever_decides(shown.settings) or total_mib != self.total_mib:
+            return shown
+        return preview(self.choice, self.total_mib, foresight, **self.others)
+
+    def foresee(self) -> Preview:
+        """The preview with a forecast of the toolkit's own engine: what each policy would do, and the KV pool.
+
+        Takes seconds the first time, up to two for another model, and about a tenth for other settings; whoever shows
+        controls asks on a thread of its own. Controls that move meanwhile have a preview without it, until asked again.
+        """
+        from toolkit.widgets.foresight import foresee
+
+        with self.lock:
+            shown, choice, total_mib, others = self.preview, self.choice, self.total_mib, dict(self.others)
+            gpu = next((option.gpu for option in self.devices if option.value == self.device), "")
+        assert shown is not None
+        if shown.settings is None or shown.foreseen:
+            return shown
+        foresight = foresee(shown.settings, total_mib, gpu)
+        # Not under the lock, and before it is shown: what the verdicts ask of the forecast is remembered by it.
+        preview(choice, total_mib, foresight, **others)
+        with self.lock:
+            self._foresight = (_whoever_decides(shown.settings), total_mib, foresight)
+            self.preview = self._preview()
+            return self.preview
 
     # --- captures ---------------------------------------------------------------------------------------------
 
@@ -172,6 +181,24 @@ class LabState(HasTraits):
             self.message = f"capture asked for ({settings.policy}, {settings.resolved_backend}): {turn}"
             self.activity = replace(self.activity, running=True, waiting=before)
 
+    def capture_pair(self, first: str | None = None, second: str | None = None) -> None:
+        """Ask for two captures that differ in the policy alone; when both have ended they are shown over each other.
+
+        Without names these are `first_policy` and `second_policy`. Raises InvalidInput for the same policy twice, for
+        an unknown one and for settings that cannot be used, and StorageError when a record could not be saved.
+        """
+        pair = pair_of(self.settings, first or self.first_policy, second or self.second_policy)
+        self.store.check()
+        names = [settings.policy for settings in pair.settings]
+        with self.lock:
+            self._ended = None
+            before, _ = [self._queue.submit(settings) for settings in pair.settings]
+            self._pairs.append(pair)
+            self.first_policy, self.second_policy = names
+            turn = f"they begin when {before} before them have ended" if before else "they begin now"
+            self.message = f"two captures asked for ({names[0]}, then {names[1]}): {turn}"
+            self.activity = replace(self.activity, running=True, waiting=before + 1)
+
     def cancel(self) -> None:
         """Stop the capture that runs, between two buckets; after 5 s its process is ended. Those that wait go on."""
         with self.lock:
@@ -186,6 +213,7 @@ class LabState(HasTraits):
         with self.lock:
             dropped = self._queue.drop_waiting()
             self._following = False
+            self._pairs = []
             self.record = self.other = None
             self.activity = replace(self.activity, waiting=0)
             words = f"; {dropped} that waited will not run" if dropped else ""
@@ -305,12 +333,23 @@ class LabState(HasTraits):
             if self._following:
                 # A refusal leaves no record: what was shown before comes back.
                 self._show_record(record if record is not None else self._shown_before)
+            self._pair_ended(job, record)
+
+    def _pair_ended(self, job: CaptureJob, record: RunRecord | None) -> None:
+        """Show the pair that this capture completes, the first with the second over it."""
+        pair = next((pair for pair in self._pairs if pair.holds(job.settings)), None)
+        if pair is None or not pair.ended(record):
+            return
+        self._pairs.remove(pair)
+        if self._following:
+            self._show_record(pair.records[0])
+            self.other = pair.records[1]
 
     def idle(self) -> None:
         """Nothing runs or waits any more, whoever dropped what waited."""
         with self.lock:
             if not self._queue.waiting:
-                self.activity = Activity()
+                self.activity, self._pairs = Activity(), []
 
     def _save(self, record: RunRecord) -> str:
         self.runs = (record, *self.runs)
@@ -322,18 +361,6 @@ class LabState(HasTraits):
         return f"{record.outcome}: saved as {shown_path(path)}"
 
 
-def after_event(now: Activity, event: Event) -> Activity:
-    """What is going on after one event of a capture."""
-    match event["event"]:
-        case "stage":
-            stage = ": ".join(str(event[key]) for key in ("name", "detail") if event.get(key))
-            return replace(now, stage=stage, done=0, total=0, num_tokens=None, note="")
-        case "bucket_begin":
-            first = event["index"] == 0
-            note = FIRST_BUCKET_NOTE if first else ""
-            return replace(now, num_tokens=event["num_tokens"], total=event["total"], note=note)
-        case "bucket":
-            return replace(now, done=now.done + 1)
-        case "step":
-            return replace(now, done=event["index"], total=event["total"])
-    return now
+def _whoever_decides(settings: CaptureSettings) -> CaptureSettings:
+    """The settings without the policy: the forecast is the same for each."""
+    return settings.model_copy(update={"policy": ""})

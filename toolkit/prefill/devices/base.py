@@ -37,6 +37,18 @@ class Graph(Protocol):
         """Run what was recorded, on the same addresses. Raises CaptureError when nothing was."""
 
 
+class Reservation(Protocol):
+    """Addresses of a long-lived tensor whose memory comes later; they do not move when it does."""
+
+    tensor: torch.Tensor
+    """The whole tensor. Only its first `backed_bytes` may be touched; they are zero where never written."""
+    backed_bytes: int
+    """Bytes of device memory behind it, whole steps of `Device.backing_step`."""
+
+    def back(self, nbytes: int) -> None:
+        """Put memory behind the first `nbytes`. Raises torch.OutOfMemoryError, with nothing changed."""
+
+
 class Device(Protocol):
     """A place to capture on. Bytes everywhere; GiB only where a person reads."""
 
@@ -48,6 +60,8 @@ class Device(Protocol):
     """What nvidia-smi says the card has; servers pick their defaults by it."""
     bit_exact: bool
     """Whether a replay must equal eager on the same padded batch in every bit."""
+    backing_step: int
+    """Bytes: memory comes behind a reservation in multiples of this."""
 
     def facts(self) -> dict[str, Any]:
         """Kind, label, total GiB and driver facts for the record; no host names."""
@@ -71,6 +85,12 @@ class Device(Protocol):
         """A long-lived tensor (KV pool, static buffer), charged in full, zero where never written.
 
         Raises torch.OutOfMemoryError when it does not fit.
+        """
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype, backed_bytes: int) -> Reservation:
+        """Addresses for a tensor, with memory behind its first `backed_bytes` only.
+
+        Raises DeviceUnavailable where addresses cannot be reserved without memory, and torch.OutOfMemoryError.
         """
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:

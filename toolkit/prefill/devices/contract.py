@@ -260,6 +260,36 @@ def a_released_pool_gives_its_memory_back(device: Device) -> None:
     _require(missing <= 16 * MIB, f"{missing / MIB:.0f} MiB of a released pool are still held")
 
 
+def a_reservation_grows_in_place(device: Device) -> None:
+    """Memory behind a reservation is charged as it comes, and a graph captured before still finds it."""
+    device.empty_cache()
+    before, rows = device.free_bytes(), 64 * MIB // 256
+    reservation = device.reserve((rows, 64), torch.float32, _STEP)
+    first = before - device.free_bytes()
+    _require(first < 64 * MIB, f"addresses of 64 MiB took {first} bytes of memory at once")
+    address, out = reservation.tensor.data_ptr(), _filled(device, 0.0)
+    with torch.no_grad(), device.capturing():
+        (reservation.tensor[:64] + 1).sum()
+        graph = _capture(device, device.new_pool(), lambda: out.copy_(reservation.tensor[:64] + 1))
+    device.empty_cache()
+    unbacked = device.free_bytes()
+    reservation.back(32 * MIB)
+    taken = unbacked - device.free_bytes()
+    _require(abs(taken - (32 * MIB - _STEP)) <= _STEP, f"30 MiB more lowered free memory by {taken} bytes")
+    _require(reservation.tensor.data_ptr() == address, "the tensor moved when memory came behind it")
+    _require(float(reservation.tensor[: 32 * MIB // 256].abs().sum()) == 0.0, "new memory is not zero")
+    reservation.tensor[:64].fill_(4.0)
+    graph.replay()
+    device.synchronize()
+    _require(bool((out == 5.0).all()), "a graph captured before the memory came reads something else")
+    try:
+        device.reserve((device.free_bytes() + 64 * MIB,), torch.uint8, device.free_bytes() + 64 * MIB)
+    except Exception as error:
+        _require(device.is_out_of_memory(error), f"{type(error).__name__} is not recognised as out of memory")
+    else:
+        raise ContractViolation("more than the free memory was mapped")
+
+
 def the_peak_is_seen(device: Device) -> None:
     """What was used and given back in between still shows in the peak."""
     device.empty_cache()
@@ -295,6 +325,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
         too_much_memory_is_out_of_memory,
         out_of_memory_inside_a_capture,
         a_released_pool_gives_its_memory_back,
+        a_reservation_grows_in_place,
         the_peak_is_seen,
         time_is_positive,
     )

@@ -7,6 +7,7 @@ so: `cpu (accounted)`. Nothing here pretends to be the speed of a GPU.
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 import weakref
@@ -29,6 +30,8 @@ from toolkit.prefill.devices.tape import Tape, TapeSession, check_capturable
 
 LABEL = "cpu (accounted)"
 GIB = 1 << 30
+BACKING_STEP = 2 << 20
+"""What a GPU's driver maps memory in (`cuMemGetAllocationGranularity` of current cards)."""
 ATTENTION_OPS = frozenset({torch.ops.prefill_lab.attention.default, torch.ops.prefill_lab.attend_into.default})
 """The operators that declare their workspace."""
 # Memory is mapped, not filled: a page costs real memory only once it is written. Linux's value of
@@ -43,6 +46,22 @@ class CpuPool:
     key: str
     session: TapeSession = field(default_factory=TapeSession)
     opaque: bool = False
+
+
+class CpuReservation:
+    """Pages mapped without being charged; `back` charges them, outside the allocator as on a GPU."""
+
+    def __init__(self, device: CpuDevice, tensor: torch.Tensor) -> None:
+        self._device, self.tensor, self.backed_bytes = device, tensor, 0
+        self._held = [0]  # shared with the finalizer, which must not keep this object alive
+        weakref.finalize(tensor.untyped_storage(), device.give_back_outside, self._held).atexit = False
+
+    def back(self, nbytes: int) -> None:
+        """Charge up to `nbytes`, in whole steps."""
+        wanted = -(-nbytes // BACKING_STEP) * BACKING_STEP
+        if wanted > self.backed_bytes:
+            self._device.take_outside(wanted - self.backed_bytes)
+            self.backed_bytes = self._held[0] = wanted
 
 
 class CpuGraph:
@@ -113,12 +132,14 @@ class CpuDevice:
     kind = "cpu"
     label = LABEL
     bit_exact = True
+    backing_step = BACKING_STEP
 
     def __init__(self, capacity_bytes: int) -> None:
         self.torch_device = torch.device("cpu")
         self.total_bytes = capacity_bytes
         self.total_mib = capacity_bytes / (1 << 20)
         self.allocator = CachingAllocator(capacity_bytes)
+        self._ballast = 0
         self.recording: Tape | None = None
         self._pool: CpuPool | None = None
         self._pools = 0
@@ -164,16 +185,36 @@ class CpuDevice:
         if nbytes == 0:
             return torch.zeros(tuple(shape), dtype=dtype)
         block = self._charge(nbytes, "default")
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            pages = mmap.mmap(-1, nbytes, flags=flags)
-        except OSError as error:
+            tensor = _mapped(nbytes, shape, dtype)
+        except torch.OutOfMemoryError:
             self.allocator.free(block)
-            raise torch.OutOfMemoryError(f"this machine cannot map {nbytes} bytes ({error})") from None
-        tensor = torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
+            raise
         weakref.finalize(tensor.untyped_storage(), self.allocator.free, block).atexit = False
         self._known[tensor.untyped_storage()] = True
         return tensor
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype, backed_bytes: int) -> CpuReservation:
+        """The maximum is mapped now and charged later."""
+        tensor = _mapped(max(1, math.prod(shape)) * dtype.itemsize, shape, dtype)
+        self._known[tensor.untyped_storage()] = True
+        reservation = CpuReservation(self, tensor)
+        reservation.back(backed_bytes)
+        return reservation
+
+    def take_outside(self, nbytes: int) -> None:
+        """Charge memory outside the allocator. Raises torch.OutOfMemoryError."""
+        free = self.free_bytes()
+        if nbytes > free:
+            raise torch.OutOfMemoryError(
+                f"{LABEL} out of memory. Tried to map {nbytes / (1 << 20):.2f} MiB; the device has a declared capacity "
+                f"of {self.total_bytes / GIB:.2f} GiB of which {free / GIB:.2f} GiB is free."
+            )
+        self.allocator.external_bytes += nbytes
+
+    def give_back_outside(self, held: list[int]) -> None:
+        """The end of a reservation: what was charged for it is free again."""
+        self.allocator.external_bytes -= held[0]
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Charge weights that were loaded by someone else; shared storages count once."""
@@ -184,11 +225,13 @@ class CpuDevice:
         """Declare memory outside the framework as used, to the byte."""
         taken = max(0, self.free_bytes() - nbytes)
         self.allocator.external_bytes += taken
+        self._ballast += taken
         return taken
 
     def drop_ballast(self) -> None:
-        """Nothing outside the framework uses memory any more."""
-        self.allocator.external_bytes = 0
+        """What `leave_free` declared as used is free again."""
+        self.allocator.external_bytes -= self._ballast
+        self._ballast = 0
 
     def _charge(self, nbytes: int, pool: str) -> Block:
         try:
@@ -333,6 +376,15 @@ class CpuDevice:
     def other_processes(self) -> int | None:
         """The accounted device belongs to this process alone."""
         return 0
+
+
+def _mapped(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zero pages as a tensor. Raises torch.OutOfMemoryError when this machine has no such addresses left."""
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except (OSError, OverflowError) as error:
+        raise torch.OutOfMemoryError(f"this machine cannot map {nbytes} bytes ({error})") from None
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
 
 
 def _pool_name(pool: Any) -> str:

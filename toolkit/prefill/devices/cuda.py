@@ -14,6 +14,7 @@ import torch
 
 from toolkit.errors import CaptureError
 from toolkit.hardware import list_gpus, other_gpu_processes
+from toolkit.prefill.devices import cuda_virtual
 from toolkit.prefill.devices.base import Pool
 from toolkit.prefill.devices.common import frozen_gc, rows_by_pool
 
@@ -99,6 +100,7 @@ class CudaDevice:
 
     kind = "cuda"
     bit_exact = False
+    backing_step = cuda_virtual.STEP
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -158,6 +160,11 @@ class CudaDevice:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeros, so that slots never written hold no garbage NaN."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype, backed_bytes: int) -> cuda_virtual.CudaReservation:
+        """Through the driver's virtual memory; the allocator knows nothing of it."""
+        torch.cuda.empty_cache()
+        return cuda_virtual.CudaReservation(self.index, shape, dtype, backed_bytes)
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Weights are on the device already; nothing to charge."""

@@ -1,0 +1,208 @@
+"""What each policy would do with the settings as they are picked. Pure: numbers and forecasts in, words out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
+from toolkit.forecast.terms import Forecast
+from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
+from toolkit.policies import POLICIES, Policy, PolicyFacts, mib_or_gib, reserve_gib
+from toolkit.settings import Backend, CaptureSettings
+
+EDGE_GIB = 0.1
+"""A forecast this little above the gate does not tell on which side the measured figure will lie."""
+PENDING = "n/a until the forecast is there"
+GIB = 1 << 30
+Kind = Literal["captured", "trimmed", "skipped", "oom", "unknown"]
+_PHRASES: dict[Kind, str] = {
+    "captured": "captures",
+    "trimmed": "trims, and captures the rest",
+    "skipped": "skips, and prefill runs eager",
+    "oom": "runs out of memory (forecast)",
+    "unknown": "n/a",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one policy would do.
+
+    Attributes:
+        policy: its name.
+        kind: the outcome in a word that is always the same.
+        short: the outcome in a few words, for a table.
+        words: the outcome and its reason, a sentence.
+        reason: the reason alone.
+        kv_tokens: forecast tokens of the KV pool; None where they are not known.
+        kv_change: tokens more than with a pool that is sized first; None where they are not known.
+        trimmed: buckets that were asked for and would get no graph.
+        starved_gib: GiB that a declared later need would lack.
+    """
+
+    policy: str
+    kind: Kind
+    short: str
+    words: str
+    reason: str
+    kv_tokens: int | None = None
+    kv_change: int | None = None
+    trimmed: tuple[int, ...] = ()
+    starved_gib: float = 0.0
+
+    @property
+    def skips(self) -> bool | None:
+        """Whether the policy skips the capture; None where that is not known."""
+        return None if self.kind == "unknown" else self.kind == "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """The forecast of the toolkit's own engine for one choice. Without `ask` there is none: `problem` says why.
+
+    Attributes:
+        ask: the forecast of a ladder.
+        buckets: what the engine's guards leave of the ladder.
+        kv_tokens: tokens of a KV pool that is sized before the capture.
+        kv_gib: what such a pool takes.
+        kv_fit: tokens of a pool of so many GiB that is sized after the capture.
+        free_gib: GiB free before the capture on the accounted CPU device, exact; None where it is not known better.
+        free_kv_last_gib: the same where the pool is sized last, what it would have taken by then counted as taken.
+        problem: why there is no forecast.
+        no_start: why no capture would begin under any policy.
+        blocked: why nothing is captured under any policy: a guard's reason.
+        unforeseen: whether a run could not make a forecast either, so that a policy decides without.
+    """
+
+    ask: Callable[[tuple[int, ...]], Forecast] | None = None
+    buckets: tuple[int, ...] = ()
+    kv_tokens: int = 0
+    kv_gib: float = 0.0
+    kv_fit: Callable[[float], int] = lambda gib: 0
+    free_gib: float | None = None
+    free_kv_last_gib: float | None = None
+    problem: str = ""
+    no_start: str = ""
+    blocked: str = ""
+    unforeseen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The moment before the capture as far as the controls tell. `exact` is whether the free memory is what it will be:
+    asked for, or of the accounted CPU device and forecast. `asked` is whether it was asked for.
+    """
+
+    settings: CaptureSettings
+    buckets: tuple[int, ...]
+    free_gib: float | None
+    asked: bool
+    exact: bool
+
+    @property
+    def reserve(self) -> float:
+        """GiB to keep free."""
+        return reserve_gib(self.free_gib or 0.0, self.settings.reserve_gib)
+
+
+def verdicts(now: Moment, foresight: Foresight | None) -> dict[str, Verdict]:
+    """One verdict a policy, by its name; `foresight` is None until it is made."""
+    return {name: _verdict(policy, now, foresight) for name, policy in POLICIES.items()}
+
+
+def _verdict(policy: Policy, now: Moment, foresight: Foresight | None) -> Verdict:
+    if now.settings.backend is Backend.DISABLED:
+        reason = "the prefill graph is disabled by hand"
+        return Verdict(policy.name, "skipped", "skips", f"skips: {reason}", reason)
+    if now.free_gib is None or not now.buckets:
+        return _unknown(policy, "there is no free memory before the capture, or it is not known")
+    if foresight is not None and foresight.no_start:
+        reason = foresight.no_start
+        return Verdict(policy.name, "oom", "does not start", f"does not start (forecast): {reason}", reason)
+    if foresight is not None and foresight.blocked:
+        return _said(policy, "skipped", "skips", foresight.blocked)
+    if foresight is not None and foresight.ask is not None:
+        return _foreseen(policy, now, now.free_gib, foresight)
+    return _unforeseen(policy, now, now.free_gib, foresight)
+
+
+def _unforeseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight | None) -> Verdict:
+    """What can be told without a forecast: all of it for a policy that looks at none, but for what it needs."""
+    if policy.foresees and (foresight is None or not foresight.unforeseen):
+        problem = PENDING if foresight is None else f"n/a: {foresight.problem}"
+        return Verdict(policy.name, "unknown", "n/a", problem, problem.removeprefix("n/a: "))
+    settings = now.settings
+    facts = PolicyFacts(
+        free_gib, settings.locked_keys, now.buckets, now.reserve, settings.post_capture_need_gib
+    )  # fmt: skip
+    decision = policy.decide(facts)
+    if decision.code in ("gate_low_memory", "gate_passed") and (edge := _edge(now, free_gib)):
+        return _unknown(policy, edge, "on the edge", edge)
+    reason = f"{decision.reason}{'' if now.asked else ' (forecast)'}"
+    count = f"captures {_buckets(len(now.buckets))}"
+    return _said(policy, "captured", count, reason) if decision.capture else _said(policy, "skipped", "skips", reason)
+
+
+def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight) -> Verdict:
+    assert foresight.ask is not None
+    settings = now.settings
+    if not policy.kv_first and foresight.free_kv_last_gib is not None:
+        free_gib = foresight.free_kv_last_gib
+    situation = Situation(
+        free_gib=free_gib,
+        free_low_gib=free_gib if now.exact else free_gib - EDGE_GIB,
+        kv_cache_tokens=foresight.kv_tokens,
+        buckets=foresight.buckets,
+        resolved=None,
+        backend=settings.resolved_backend,
+        locked_keys=settings.locked_keys,
+        reserve_gib=settings.reserve_gib,
+        later_gib=settings.post_capture_need_gib,
+        later_words=f"{mib_or_gib(settings.post_capture_need_gib)}, as declared",
+        kv_room_gib=foresight.kv_gib,
+        kv_tokens=foresight.kv_fit,
+    )
+    outcome = plan_policy(policy.name, situation, foresight.ask)
+    if outcome.code in ("gate_low_memory", "gate_passed") and (edge := _edge(now, free_gib)):
+        return _unknown(policy, edge, "on the edge", edge)
+    kind, short = _short(outcome, len(foresight.buckets))
+    reason = f"{outcome.reason}{'' if now.asked else ' (forecast)'}"
+    tokens = outcome.kv_cache_tokens
+    change = None if policy.kv_first else tokens - foresight.kv_tokens
+    return _said(policy, kind, short, reason, tokens, change, outcome.trimmed, outcome.starved_gib)
+
+
+def _short(outcome: PolicyOutcome, asked: int) -> tuple[Kind, str]:
+    count = len(outcome.captured_buckets)
+    if outcome.outcome == "oom":
+        at = "" if outcome.oom_bucket is None else f" at bucket {outcome.oom_bucket}"
+        return "oom", f"out of memory{at}" if outcome.code != "no_memory_for_kv" else "no memory for KV"
+    if outcome.outcome == "skipped":
+        return "skipped", "skips"
+    if outcome.trimmed:
+        return "trimmed", f"trims to {count} of {_buckets(asked)}"
+    return "captured", f"captures {_buckets(count)}"
+
+
+def _edge(now: Moment, free_gib: float) -> str:
+    """Words for a forecast on the edge of the gate, else nothing.
+
+    The forecast is what is free at most: what it leaves out can only push it under the gate.
+    """
+    if now.exact or not 0 <= free_gib - GATE_GIB < EDGE_GIB:
+        return ""
+    return f"on the edge of the gate: about {free_gib:.2f} GiB against {GATE_GIB:.2f} GiB; the capture will tell"
+
+
+def _said(policy: Policy, kind: Kind, short: str, reason: str, *figures: object) -> Verdict:
+    return Verdict(policy.name, kind, short, f"{_PHRASES[kind]}: {reason}", reason, *figures)  # type: ignore[arg-type]
+
+
+def _unknown(policy: Policy, reason: str, short: str = "n/a", words: str = "") -> Verdict:
+    return Verdict(policy.name, "unknown", short, words or f"n/a: {reason}", reason)
+
+
+def _buckets(count: int) -> str:
+    return f"{count} bucket{'' if count == 1 else 's'}"
