@@ -2,8 +2,10 @@
 
     import toolkit
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
-    records = toolkit.compare(policies=["gated", "ungated"], free_memory_gib=3.99)
+    records = toolkit.compare(policies=["gated", "budgeted"], free_memory_gib=0.02)
+    toolkit.compare_policies(records)  # side by side, with prefill time over a mix of prompts
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
+    design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from toolkit.forecast.plan import Plan
     from toolkit.forecast.plan_settings import PlanSettings
     from toolkit.ladder import generate_prefill_buckets
+    from toolkit.ladder_design import LadderDesign
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
     from toolkit.runs.worker import CaptureJob
@@ -32,13 +35,17 @@ __all__ = [
     "CaptureJob",
     "CaptureSettings",
     "Lab",
+    "LadderDesign",
     "Plan",
     "PlanSettings",
+    "PolicyComparison",
     "RunRecord",
     "RunStore",
     "__version__",
     "capture",
     "compare",
+    "compare_policies",
+    "design_ladder",
     "generate_prefill_buckets",
     "plan",
 ]
@@ -47,10 +54,13 @@ _HOMES = {
     "CaptureJob": "toolkit.runs.worker",
     "CaptureSettings": "toolkit.settings",
     "Lab": "toolkit.widgets.lab",
+    "LadderDesign": "toolkit.ladder_design",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
+    "PolicyComparison": "toolkit.views.comparison",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
+    "compare_policies": "toolkit.views.comparison",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 
@@ -112,6 +122,27 @@ def plan(*, solve: str | None = None, **settings: Any) -> Plan:
     from toolkit.forecast.solve import solve as solve_for
 
     return solve_for(chosen, solve)
+
+
+def design_ladder(
+    prompt_lengths: Any,
+    *,
+    memory_gib: float | None = None,
+    time_s: float | None = None,
+    max_buckets: int | None = None,
+    **others: Any,
+) -> LadderDesign:
+    """The ladder that fits the traffic, and what it gains over the default one; nothing is captured.
+
+    `prompt_lengths` are numbers, a mapping from length to count, or the path of a CSV or a server's log. `memory_gib`
+    and `time_s` limit what the capture may take, and need `plan=` or `measured=`. `others` are the further parameters
+    of `toolkit.serverlogs.traffic_ladder.design_ladder` (chunked_prefill_size, default, plan, measured, cost, ...).
+
+    Raises InvalidInput for a traffic or a budget that cannot be used.
+    """
+    from toolkit.serverlogs.traffic_ladder import design_ladder as design
+
+    return design(prompt_lengths, memory_gib=memory_gib, time_s=time_s, max_buckets=max_buckets, **others)
 
 
 def _capture_each(

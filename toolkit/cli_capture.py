@@ -6,20 +6,27 @@ import inspect
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli_output import Progress, say, say_json, say_records, say_tables
+from toolkit.cli_output import Progress, say, say_json, say_tables
 from toolkit.errors import InvalidInput, StorageError
 from toolkit.ladder import parse_buckets
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore
 from toolkit.settings import CaptureSettings
 
+if TYPE_CHECKING:
+    from toolkit.views.comparison import PolicyComparison
+
 RunsDir = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder of the records. [PREFILL_LAB_RUNS, else ./runs]"),
+]
+Traffic = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Prompt lengths (CSV or server log) to weigh prefills with. [an even mix]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON to standard output.")]
 
@@ -95,14 +102,26 @@ def capture(choices: dict[str, str], runs_dir: RunsDir = None, as_json: AsJson =
 
 
 @takes_choices
-def compare(choices: dict[str, str], runs_dir: RunsDir = None, as_json: AsJson = False) -> int:
+def compare(choices: dict[str, str], traffic: Traffic = None, runs_dir: RunsDir = None, as_json: AsJson = False) -> int:
     """Capture once per policy, side by side."""
     from toolkit.runs.worker import per_policy
+    from toolkit.serverlogs.traffic import read_lengths
+    from toolkit.views.comparison import compare_policies
 
     named = choices.pop("policy", "all")
     names = None if named == "all" else [name.strip() for name in named.split(",")]
+    mix = None if traffic is None else read_lengths(traffic)
     each, store = per_policy(settings_from(choices), names), store_at(runs_dir)
-    records = perform(each, store, say_records if as_json else say_comparison)
+
+    def show(records: list[RunRecord]) -> None:
+        comparison = compare_policies(records, mix)
+        if as_json:
+            runs = [json.loads(record.to_json()) for record in records]
+            say_json({"runs": runs, "comparison": comparison.to_dict()})
+        else:
+            say_comparison(comparison)
+
+    records = perform(each, store, show)
     if not as_json:
         say(f"saved {len(records)} records in {store.folder}")
         say(f"next: prefill-lab runs list{_same_folder(runs_dir)}")
@@ -150,11 +169,18 @@ def perform(
     return records
 
 
-def say_comparison(records: Sequence[RunRecord]) -> None:
-    """Records side by side on standard output."""
+def say_records_compared(records: Sequence[RunRecord]) -> None:
+    """Runs side by side on standard output, over an even mix of prompts."""
+    from toolkit.views.comparison import compare_policies
+
+    say_comparison(compare_policies(records))
+
+
+def say_comparison(comparison: PolicyComparison) -> None:
+    """Runs side by side on standard output."""
     from toolkit.views.tables import comparison_view
 
-    say_tables(comparison_view(records))
+    say_tables(comparison_view(comparison))
 
 
 def _same_folder(runs_dir: str | None) -> str:

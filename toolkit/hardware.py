@@ -95,6 +95,21 @@ def resolve_gpu(name: str) -> GpuSpec:
     raise InvalidInput(what, f"GPUs are {', '.join(ids)}", f"for example --gpu {near[0] if near else 'h100-80gb'}")
 
 
+def gpu_like(name: str, compute_capability: float | None) -> GpuSpec:
+    """The card of that name, else one of the same compute capability: of the same architecture, not of the same size.
+
+    Raises:
+        InvalidInput: neither is in the catalogue.
+    """
+    try:
+        return resolve_gpu(name)
+    except InvalidInput:
+        for spec in _specs().values():
+            if spec.compute_capability == compute_capability:
+                return spec
+        raise
+
+
 def _plain(name: str) -> str:
     """Letters and digits alone, without the maker's name."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())

@@ -119,7 +119,12 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as JSON knows it."""
-        return {**dataclasses.asdict(self), "order": "largest first", "on_oom": self.on_oom.value}
+        lists = {
+            "buckets": list(self.buckets),
+            "trimmed": list(self.trimmed),
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+        }
+        return {**dataclasses.asdict(self), **lists, "order": "largest first", "on_oom": self.on_oom.value}
 
 
 def reserve_gib(free_gib: float, asked: float | None) -> float:
@@ -256,7 +261,7 @@ class Halt:
 def watch(decision: Decision, captured: int, free_at_start_gib: float, free_gib: float) -> Halt | None:
     """Asked after each bucket: why the ladder must not go on, or None when it may.
 
-    The forecast of the next peak is moved by what the buckets so far took beyond their own forecast.
+    The forecast of the next peak is moved by what the buckets so far took beyond their own forecast, or below it.
 
     Args:
         decision: with what has to stay free, and the forecast steps.
@@ -272,12 +277,13 @@ def watch(decision: Decision, captured: int, free_at_start_gib: float, free_gib:
         return None
     taken, step = free_at_start_gib - free_gib, decision.steps[captured]
     excess = taken - (decision.steps[captured - 1].cumulative_gib if captured else 0.0)
-    left = free_at_start_gib - step.peak_gib - max(excess, 0.0)
+    left = free_at_start_gib - step.peak_gib - excess
     if left >= decision.floor_gib:
         return None
+    against = f"{mib_or_gib(abs(excess))} {'more' if excess > 0 else 'less'} than forecast"
     why = (
         f"bucket {step.num_tokens} would leave {mib_or_gib(left)} of the {mib_or_gib(decision.floor_gib)} reserve "
-        f"({mib_or_gib(taken)} taken so far, {mib_or_gib(excess)} more than forecast)"
+        f"({mib_or_gib(taken)} taken so far, {against})"
     )
     return Halt(why, False)
 

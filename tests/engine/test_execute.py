@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,23 @@ def test_out_of_memory_is_an_outcome_with_its_bucket_every_time(wide_model: str,
     assert record.log[-1].startswith("Capture target prefill CUDA graph failed: out of memory")
     assert len(record.log) == 2
     assert any("--free-memory" in line for line in record.advice)
+
+
+@pytest.mark.parametrize("memory", [{"free_memory_gib": 40 / 1024}, {"mem_fraction": 0.94}])
+def test_the_advice_after_running_out_is_computed_and_holds(wide_model: str, memory: dict[str, float]) -> None:
+    """Each way out alone is enough, and the fraction gives up no more than one step of the allocator too much."""
+    record = run(wide_model, buckets=WIDE, device_memory_gib=0.5, **memory)
+    assert (record.outcome, record.oom_bucket) == ("oom", 2048)
+    words = " ".join(record.advice)
+    assert "by the forecast" in words and "is the highest forecast to fit" in words
+    options = dict(re.findall(r"--(buckets|free-memory|mem-fraction) ([\d.,]+)", words))
+    assert len(options) == 2
+    for option, value in options.items():
+        buckets = tuple(map(int, value.split(","))) if option == "buckets" else WIDE
+        freed = {"free-memory": "free_memory_gib", "mem-fraction": "mem_fraction"}.get(option)
+        choices = {freed: float(value)} if freed else memory
+        again = run(wide_model, buckets=buckets, device_memory_gib=0.5, **choices)
+        assert (again.outcome, again.capture_order) == ("captured", sorted(buckets, reverse=True)), option
 
 
 def test_enough_for_the_graphs_and_too_little_for_a_comparison_is_still_a_capture(wide_model: str) -> None:

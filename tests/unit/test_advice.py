@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder import generate_prefill_buckets
-from toolkit.runs.advice import advise
+from toolkit.policies import BucketNeed, LadderNeed, PolicyFacts
+from toolkit.runs.advice import Shortfall, advise, shortfall
 from toolkit.settings import CaptureSettings
 
 
@@ -33,7 +35,12 @@ def test_success_needs_no_advice() -> None:
 
 def test_out_of_memory_names_every_way_out() -> None:
     lines = advice("oom", "out_of_memory", oom_bucket=8192, mem_fraction_static=0.97, ledger={"total_gib": 5.0})
-    assert options(lines) == {"max-tokens": "4096", "mem-fraction": "0.920", "backend": "disabled"}
+    assert options(lines) == {
+        "max-tokens": "4096",
+        "mem-fraction": "0.920",
+        "policy": "budgeted",
+        "backend": "disabled",
+    }
     assert "small buckets does not help" in lines[0]
 
 
@@ -47,7 +54,7 @@ def test_out_of_memory_at_a_later_bucket_drops_the_larger_ones() -> None:
 
 def test_with_free_memory_given_more_of_it_is_advised() -> None:
     lines = advice("oom", "out_of_memory", settings={"free_memory_gib": 0.5}, oom_bucket=64)
-    assert options(lines) == {"max-tokens": "32", "free-memory": "1", "backend": "disabled"}
+    assert options(lines) == {"max-tokens": "32", "free-memory": "1", "policy": "budgeted", "backend": "disabled"}
 
 
 def test_out_of_memory_before_the_capture_says_nothing_of_buckets() -> None:
@@ -109,4 +116,57 @@ def test_a_ladder_given_bucket_by_bucket_is_lowered_the_same_way(
 
 @pytest.mark.parametrize(("settings", "bucket"), [({"buckets": (1, 4)}, 1), ({"max_tokens": 4}, 4)])
 def test_when_the_smallest_bucket_does_not_fit_no_smaller_one_is_advised(settings: dict[str, Any], bucket: int) -> None:
-    assert options(advice("oom", "out_of_memory", settings=settings, oom_bucket=bucket)) == {"backend": "disabled"}
+    named = options(advice("oom", "out_of_memory", settings=settings, oom_bucket=bucket))
+    assert named == {"policy": "budgeted", "backend": "disabled"}
+
+
+# --- computed from a forecast -------------------------------------------------------------------------------
+
+
+def ladder_need(buckets: tuple[int, ...], peak_gib: float) -> LadderNeed:
+    largest_first = sorted(buckets, reverse=True)
+    return LadderNeed(tuple(BucketNeed(one, peak_gib, peak_gib) for one in largest_first), peak_gib, peak_gib)
+
+
+NEEDS = (ladder_need((8, 16, 32, 64), 2.0), ladder_need((8, 16, 32), 1.5), ladder_need((8, 16), 0.75))
+
+
+def test_what_is_missing_is_the_forecast_and_the_reserve_less_what_is_free() -> None:
+    facts = PolicyFacts(1.0, frozenset(), (8, 16, 32, 64), reserve_gib=0.25)
+    assert shortfall(NEEDS, facts) == Shortfall(1.25, (8, 16))
+    assert shortfall(NEEDS, dataclasses.replace(facts, free_gib=2.25)) is None
+    assert shortfall(NEEDS, dataclasses.replace(facts, free_gib=2.25, post_capture_gib=0.5)) == Shortfall(
+        0.5, (8, 16, 32)
+    )
+    assert shortfall((), facts) is None
+
+
+def test_with_a_forecast_the_values_are_computed() -> None:
+    fields = {"outcome": "oom", "reason_code": "out_of_memory", "oom_bucket": 64, "mem_fraction_static": 0.9}
+    fields["ledger"] = {"total_gib": 11.0, "context_gib": 1.0}
+    lines = advise(fields, CaptureSettings.create(), Shortfall(1.25, (8, 16)))
+    # 1.25 GiB of the 10 that the fraction multiplies.
+    assert options(lines) == {
+        "max-tokens": "16", "mem-fraction": "0.775", "policy": "budgeted", "backend": "disabled"
+    }  # fmt: skip
+    lines = advise(fields, CaptureSettings.create(free_memory_gib=1.0), Shortfall(1.2555, ()))
+    assert options(lines) == {"free-memory": "2.26", "policy": "budgeted", "backend": "disabled"}
+
+
+def test_a_trimmed_ladder_says_what_the_whole_one_would_take() -> None:
+    fields = {"outcome": "captured", "reason_code": "budget_trimmed", "trimmed": [64], "mem_fraction_static": 0.9}
+    fields["ledger"] = {"total_gib": 10.0}
+    (line,) = advise(fields, CaptureSettings.create(policy="budgeted"), Shortfall(0.5, (8, 16, 32)))
+    assert line.startswith("for the whole ladder lower the fraction: --mem-fraction 0.850")
+    assert advise({**fields, "trimmed": []}, CaptureSettings.create(policy="budgeted"), None) == []
+
+
+def test_what_starves_is_said_whatever_the_outcome() -> None:
+    (line,) = advise({"outcome": "captured", "starved_gib": 0.25}, CaptureSettings.create())
+    assert line.startswith("0.25 GiB are missing")
+    assert advise({"outcome": "captured", "starved_gib": 0.0}, CaptureSettings.create()) == []
+
+
+def test_graphs_that_leave_no_kv_pool_need_a_lower_ceiling() -> None:
+    (line,) = advice("oom", "no_memory_for_kv", settings={"policy": "capture_first"})
+    assert line.startswith("lower the ceiling")

@@ -206,7 +206,32 @@ def test_compare_is_side_by_side_and_fails_with_any_of_its_runs(
     assert all(name in out for name in POLICIES)
     assert re.search(r"outcome +skipped +oom", out)
     assert re.search(r"runner +EagerRunner +n/a", out)
-    assert len(RunStore(runs_dir).list()) == 2
+    assert len(RunStore(runs_dir).list()) == len(POLICIES)
+
+
+def test_compare_as_json_has_all_runs_and_what_a_mix_of_prompts_costs(
+    capsys: pytest.CaptureFixture[str], runs_dir: Path, captures: Any, tmp_path: Path
+) -> None:
+    captures(made_up_record)
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("length,count\n8,3\n600,1\n")
+    assert main(["compare", "--json", "--traffic", str(lengths)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["settings"]["policy"] for run in printed["runs"]] == list(POLICIES)
+    rows = printed["comparison"]["rows"]
+    assert [row["policy"] for row in rows] == list(POLICIES)
+    # 600 tokens are over the largest bucket, 512: one prefill of four.
+    assert {row["eager_percent"] for row in rows} == {25.0}
+    assert "lengths.csv" in printed["comparison"]["mix"]
+
+
+def test_a_traffic_that_cannot_be_read_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], runs_dir: Path, captures: Any
+) -> None:
+    asked = captures(made_up_record)
+    assert main(["compare", "--traffic", "/nowhere/at/all.csv"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert asked == []
 
 
 def test_compare_json_can_be_imported_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.serverlogs.prefill_batches import PrefillBatch, parse_prefill_batch
@@ -108,12 +108,14 @@ def test_what_is_no_prefill_batch_is_none(line: str) -> None:
     assert parse_prefill_batch(line) is None
 
 
+@settings(deadline=None)
 @given(st.text(max_size=300), st.text(max_size=300))
 def test_any_text_around_it_is_survived(before: str, after: str) -> None:
     parse_prefill_batch(before + after)
     parse_prefill_batch(before + "Prefill batch, #new-seq: 1, #new-token: 3, " + after)
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(PLAIN)))
 def test_a_cut_line_never_gives_another_count(length: int) -> None:
     batch = parse_prefill_batch(PLAIN[:length])

@@ -39,11 +39,11 @@ class ElasticKVPool(KVPool):
         self._step, rows = device.backing_step, most_tokens + 1
         shapes = [(layer.kv_heads, layer.k_dim) for layer in layers]
         shapes += [(layer.kv_heads, layer.v_dim) for layer in layers]
-        self._row_bytes = [heads * width * dtype.itemsize for heads, width in shapes]
+        self.row_bytes = [heads * width * dtype.itemsize for heads, width in shapes]
         self._most_tokens = most_tokens
         self._parts = [
             device.reserve((rows, *shape), dtype, (self.num_tokens + 1) * row)
-            for shape, row in zip(shapes, self._row_bytes, strict=True)
+            for shape, row in zip(shapes, self.row_bytes, strict=True)
         ]
         tensors = [part.tensor for part in self._parts]
         self.keys, self.values = tensors[: len(layers)], tensors[len(layers) :]
@@ -59,10 +59,10 @@ class ElasticKVPool(KVPool):
 
         Never shrinks. Raises torch.OutOfMemoryError when the memory is not there.
         """
-        tokens = tokens_that_fit(self._row_bytes, nbytes, self._step, self._most_tokens)
+        tokens = tokens_that_fit(self.row_bytes, nbytes, self._step, self._most_tokens)
         if tokens <= self.num_tokens:
             return
-        for part, row in zip(self._parts, self._row_bytes, strict=True):
+        for part, row in zip(self._parts, self.row_bytes, strict=True):
             part.back((tokens + 1) * row)
         before, self.num_tokens = self.num_tokens, tokens
         self._free.append((before + 1, tokens - before))
@@ -70,12 +70,13 @@ class ElasticKVPool(KVPool):
 
 def tokens_that_fit(row_bytes: Sequence[int], nbytes: int, step: int, most_tokens: int) -> int:
     """Most tokens, beside the padding slot, whose rows fit `nbytes`; each tensor takes whole steps of memory."""
-
-    def taken(tokens: int) -> int:
-        return sum(-(-(tokens + 1) * row // step) * step for row in row_bytes)
-
     low, high = 0, most_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if taken(middle) <= nbytes else (low, middle - 1)
+        low, high = (middle, high) if pool_bytes(row_bytes, middle, step) <= nbytes else (low, middle - 1)
     return low
+
+
+def pool_bytes(row_bytes: Sequence[int], tokens: int, step: int) -> int:
+    """Device memory of a pool of `tokens` and the padding slot, each tensor in whole steps."""
+    return sum(-(-(tokens + 1) * row // step) * step for row in row_bytes)

@@ -55,6 +55,8 @@ class KVPool:
         self.keys = [device.empty((rows, layer.kv_heads, layer.k_dim), dtype) for layer in layers]
         self.values = [device.empty((rows, layer.kv_heads, layer.v_dim), dtype) for layer in layers]
         self._free: list[tuple[int, int]] = [(1, num_tokens)]
+        self.row_bytes = [tensor[0].nbytes for tensor in (*self.keys, *self.values)]
+        """Bytes of one token in each tensor."""
 
     @property
     def free_slots(self) -> int:

@@ -60,6 +60,7 @@ class GraphCapture:
     oom_bucket: int | None = None
     figures: tuple[BucketCapture, ...] = field(default=())
     decision: Decision | None = None
+    facts: PolicyFacts | None = None
     trimmed: tuple[int, ...] = ()
     starved_gib: float | None = None
 
@@ -117,7 +118,7 @@ def _guarded(
         emit({"event": "facts", "decision": decision.to_dict()})
         if not decision.capture:
             result = _skipped(emit, eager_runner, decision.code, decision.reason, decision.log_line, free_gib, decision)
-            return result, facts.kept_gib
+            return replace(result, facts=facts), facts.kept_gib
         if decision.log_line is not None:
             emit(_log(decision.log_line))
         backend = BACKENDS[Backend(model_runner.backend)](model_runner)
@@ -201,6 +202,7 @@ def _capture(
         oom_bucket=end.oom_bucket,
         figures=tuple(runner.figures),
         decision=decision,
+        facts=facts,
         trimmed=tuple(each for each in facts.buckets if each not in runner.captured) if end.runs_on else (),
     )
     return result, end.factor

@@ -2,54 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.ladder import generate_prefill_buckets
+from toolkit.policies import LadderNeed, PolicyFacts, get_policy, mib_or_gib
 from toolkit.settings import CaptureSettings
 
 _MORE_FREE_GIB = 0.25
 
 
-def advise(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
-    """Advice for an outcome, most useful first; empty when there is nothing to mend."""
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """What the forecast says of a ladder that did not fit.
+
+    Attributes:
+        more_gib: GiB more that have to be free, so that the whole ladder fits beside the reserve.
+        fits: buckets of the longest ladder that fits as it is; empty when none does.
+        pool_gib: GiB that the KV pool has to be asked to shrink by for that; None where nobody knows. It is more,
+            because each of its tensors gives back whole steps only.
+    """
+
+    more_gib: float
+    fits: tuple[int, ...]
+    pool_gib: float | None = None
+
+
+def shortfall(needs: Sequence[LadderNeed], facts: PolicyFacts) -> Shortfall | None:
+    """What is missing for the whole ladder; None without a forecast, or when the forecast says that nothing is."""
+    if not needs:
+        return None
+    whole = max(needs, key=lambda need: len(need.steps))
+    missing = max(whole.peak_gib + facts.reserve_gib, whole.total_gib + facts.kept_gib) - facts.free_gib
+    fitting = [need.buckets for need in needs if facts.fits(need)]
+    return Shortfall(missing, max(fitting, key=len, default=())) if missing > 0 else None
+
+
+def advise(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None = None) -> list[str]:
+    """Advice for an outcome, most useful first; empty when there is nothing to mend.
+
+    `short` makes the figures of the advice computed ones; without it they are steps to try.
+    """
     adviser = _ADVISERS.get(str(fields.get("outcome")))
-    return adviser(fields, settings) if adviser else []
+    lines = adviser(fields, settings, short) if adviser else []
+    return [*lines, *_starved(fields)]
 
 
-def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
+        if not get_policy(settings.policy).kv_first:
+            return ["lower the ceiling (--max-tokens), or use a device with more memory: the graphs leave no KV pool"]
         return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
     if fields.get("reason_code") == "out_of_memory_before_capture":
         return [
             "weights, KV pool and static buffers do not fit: use a device with more memory (on the CPU: "
             "--device-memory), a smaller model, or a lower --mem-fraction if the KV pool was the one too large"
         ]
-    advice = []
-    fraction, bucket = fields.get("mem_fraction_static"), fields.get("oom_bucket")
+    advice = [*_lower_ceiling(fields, settings, short), *_more_free(fields, settings, short)]
+    if settings.policy != "budgeted":
+        advice.append("or let the ladder be trimmed to what fits: --policy budgeted")
+    return [*advice, "or run without prefill graphs: --backend disabled"]
+
+
+def _lower_ceiling(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+    bucket = fields.get("oom_bucket")
+    why = "the largest bucket pays for the pool, so leaving out small buckets does not help"
+    if short is not None:
+        ladder = _lower_ladder(max(short.fits, default=0), settings)
+        return [f"lower the ceiling: {ladder} is the highest forecast to fit ({why})"] if ladder else []
     # Where larger buckets were captured before, leaving those out gives back what they took.
     most = bucket if bucket and fields.get("buckets") else (bucket or 0) // 2
     ladder = _lower_ladder(most, settings)
-    if ladder:
-        advice.append(
-            f"lower the ceiling: {ladder} (the largest bucket pays for the pool, so leaving out small buckets does "
-            "not help)"
-        )
-    lower = _lower_fraction(fraction, fields)
-    if lower is not None:
-        advice.append(f"lower the fraction: --mem-fraction {lower:.3f} leaves the capture {_MORE_FREE_GIB:g} GiB more")
+    return [f"lower the ceiling: {ladder} ({why})"] if ladder else []
+
+
+def _more_free(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+    """A lower fraction, or more memory left free: by what is missing, or by a step to try."""
+    more = _MORE_FREE_GIB if short is None else short.more_gib
     if settings.free_memory_gib is not None:
-        advice.append(f"leave more free: --free-memory {settings.free_memory_gib * 2:g}")
-    advice.append("or run without prefill graphs: --backend disabled")
-    return advice
+        # Two figures after the leading one, rounded up, so that it is enough.
+        enough = settings.free_memory_gib * 2 if short is None else _rounded_up(settings.free_memory_gib + more)
+        why = "" if short is None else f" ({mib_or_gib(more)} more, by the forecast)"
+        return [f"leave more free: --free-memory {enough:g}{why}"]
+    pool = more if short is None or short.pool_gib is None else short.pool_gib
+    lower = _lower_fraction(fields, pool)
+    if lower is None:
+        return []
+    if short is None:
+        return [f"lower the fraction: --mem-fraction {lower:.3f} leaves the capture {mib_or_gib(more)} more"]
+    return [
+        f"lower the fraction: --mem-fraction {lower:.3f} (by the forecast {mib_or_gib(more)} are missing; the KV pool, "
+        f"whose tensors give back whole steps, shrinks by {mib_or_gib(pool)})"
+    ]
 
 
-def _lower_fraction(fraction: float | None, fields: Mapping[str, Any]) -> float | None:
-    """A fraction that leaves `_MORE_FREE_GIB` more, in steps that the allocator's rounding cannot swallow."""
-    total: float | None = (fields.get("ledger") or {}).get("total_gib")
-    if not fraction or not total or fraction - _MORE_FREE_GIB / total < 0.05:
+def _rounded_up(gib: float) -> float:
+    step: float = 10.0 ** (math.floor(math.log10(gib)) - 2)
+    return math.ceil(gib / step) * step
+
+
+def _lower_fraction(fields: Mapping[str, Any], more_gib: float) -> float | None:
+    """A fraction that leaves so much more, in steps that the allocator's rounding cannot swallow."""
+    ledger = fields.get("ledger") or {}
+    fraction, total = fields.get("mem_fraction_static"), ledger.get("total_gib")
+    if not fraction or not total:
         return None
-    return round(fraction - _MORE_FREE_GIB / total, 3)
+    baseline = total - (ledger.get("context_gib") or 0.0)
+    lower: float = math.floor(1000 * (fraction - more_gib / baseline) + 1e-6) / 1000
+    return lower if lower >= 0.05 else None
 
 
 def _lower_ladder(most: int, settings: CaptureSettings) -> str | None:
@@ -61,7 +123,9 @@ def _lower_ladder(most: int, settings: CaptureSettings) -> str | None:
     return f"--buckets {','.join(map(str, smaller))}" if smaller else None
 
 
-def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+    if fields.get("reason_code") in ("over_budget", "budget_exceeded", "budget_oom", "budget_stopped"):
+        return _for_all_buckets(fields, settings, short)
     if fields.get("reason_code") != "gate_low_memory":
         return []
     return [
@@ -71,10 +135,29 @@ def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings) -> list[st
     ]
 
 
-def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
+def _for_all_buckets(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+    """How to get the whole ladder where a part of it was left out."""
+    return [f"for the whole ladder {line}" for line in _more_free(fields, settings, short)] if short else []
+
+
+def _after_capture(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+    return _for_all_buckets(fields, settings, short) if fields.get("trimmed") else []
+
+
+def _starved(fields: Mapping[str, Any]) -> list[str]:
+    lacking = fields.get("starved_gib")
+    if not lacking:
+        return []
+    return [
+        f"{mib_or_gib(lacking)} are missing for what is needed after the capture: lower --mem-fraction or "
+        "--max-tokens, or let a policy keep it free: --policy budgeted or capture_first"
+    ]
+
+
+def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
     if fields.get("reason_code") != "replay_mismatch":
         return []
     return ["do not serve with these graphs; run with --dtype fp32 to see whether rounding is the cause"]
 
 
-_ADVISERS = {"oom": _after_oom, "skipped": _after_skip, "failed": _after_mismatch}
+_ADVISERS = {"oom": _after_oom, "captured": _after_capture, "skipped": _after_skip, "failed": _after_mismatch}

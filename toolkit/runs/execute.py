@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.catalogue import resolve_model
 from toolkit.errors import PrefillLabError, one_line
 from toolkit.policies import get_policy
-from toolkit.runs.advice import advise
+from toolkit.runs.advice import Shortfall, advise, shortfall
 from toolkit.runs.provenance import software_versions
 from toolkit.runs.record import BucketFigures, ReplayCheck, RunRecord, SpeedPoint
 from toolkit.settings import CaptureSettings
@@ -64,6 +66,7 @@ class _Run:
         self.notes: list[str] = []
         self.fields: dict[str, Any] = {"device": device.facts()}
         self.capture: GraphCapture | None = None
+        self.short: Shortfall | None = None
         self.others = [device.other_processes()]
 
     def emit(self, event: dict[str, Any]) -> None:
@@ -119,11 +122,12 @@ class _Run:
             eager_runner=eager,
             on_event=self.emit,
             cancelled=self.cancelled,
-            foresee=self._foresee,
+            foresee=self._foresee_for_policy,
         )
         self.capture = result
         self.others.append(self.device.other_processes())
         self._take_capture(result)
+        self.short = self._shortfall(result)
         if result.outcome == "captured":
             self._after_capture(result)
 
@@ -135,12 +139,39 @@ class _Run:
         self.stage("forecast", f"up to {max(buckets)} tokens")
         device, tokens = self.fields["device"], self.built.runner.kv_pool.num_tokens
         try:
-            needs = ladder_needs(lambda ladder: forecast_run(self.settings, ladder, device, tokens), buckets, suits)
+            return ladder_needs(lambda ladder: forecast_run(self.settings, ladder, device, tokens), buckets, suits)
         except PrefillLabError as error:
             self.note(f"no forecast: {error}")
             return ()
+
+    def _foresee_for_policy(
+        self, buckets: tuple[int, ...], suits: Callable[[LadderNeed], bool]
+    ) -> tuple[LadderNeed, ...]:
+        needs = self._foresee(buckets, suits)
         self.stage("capture", f"{self.settings.resolved_backend.value}, policy {self.settings.policy}")
         return needs
+
+    def _shortfall(self, result: GraphCapture) -> Shortfall | None:
+        """What is missing where not every bucket got its graph for want of memory, so that advice can be computed."""
+        facts = result.facts
+        if facts is None or facts.kv_room_gib is not None or result.outcome not in ("captured", "skipped", "oom"):
+            return None
+        if result.oom_bucket is None and not result.trimmed:
+            return None
+        short = shortfall(self._foresee(facts.buckets, facts.fits), facts)
+        return short and replace(short, pool_gib=self._pool_share(short.more_gib))
+
+    def _pool_share(self, more_gib: float) -> float | None:
+        """GiB of rows that the KV pool has to lose, so that its tensors, in whole steps, give back so much."""
+        from toolkit.prefill.elastic_kv import pool_bytes, tokens_that_fit
+        from toolkit.prefill.runners import GIB
+
+        assert self.built.runner is not None
+        pool, step = self.built.runner.kv_pool, self.device.backing_step
+        rows = pool.row_bytes
+        room = pool_bytes(rows, pool.num_tokens, step) - math.ceil(more_gib * GIB)
+        kept = tokens_that_fit(rows, room, step, pool.num_tokens)
+        return (pool.num_tokens - kept) * sum(rows) / GIB if kept else None
 
     def _take_capture(self, result: GraphCapture) -> None:
         fields, ledger = self.fields, dict(self.built.ledger or {})
@@ -275,7 +306,7 @@ class _Run:
             software=software_versions(),
             other_processes=others,
             weights=self.built.weights_kind,
-            advice=advise(fields, self.settings),
+            advice=advise(fields, self.settings, self.short),
             log=self.log,
             notes=self.notes,
             **fields,

@@ -35,9 +35,10 @@ def forecast_run(
     Raises InvalidInput for a model that is not here or a card that is not in the catalogue.
     """
     from toolkit.forecast.own_engine import forecast_transformers
-    from toolkit.hardware import resolve_gpu
+    from toolkit.hardware import gpu_like
 
     on_cpu = device.get("kind") == "cpu"
+    capability = device.get("compute_capability")
     return forecast_transformers(
         settings.model,
         buckets,
@@ -47,5 +48,6 @@ def forecast_run(
         request_slots=settings.request_slots,
         max_context=settings.max_context,
         kv_cache_tokens=kv_cache_tokens,
-        gpu=None if on_cpu else resolve_gpu(str(device.get("name"))),
+        # Of the card only its architecture counts here.
+        gpu=None if on_cpu else gpu_like(str(device.get("name")), float(capability) if capability else None),
     )

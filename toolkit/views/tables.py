@@ -12,6 +12,7 @@ from rich.text import Text
 
 from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord, SpeedPoint
+from toolkit.views.comparison import PolicyComparison
 from toolkit.views.frames import (
     NA,
     backend_name,
@@ -82,6 +83,16 @@ FIGURES: tuple[Figure, ...] = (
 """What a table says about a capture, in this order, for one record and for several side by side."""
 
 
+_MIX_FIGURES = {
+    "left_out": "buckets left out",
+    "prefill_ms": "mean prefill (ms)",
+    "eager_percent": "eager prefills (%)",
+    "padding_percent": "padding (%)",
+    "starved_gib": "lacking later (GiB)",
+}
+"""What a comparison adds to that: over a mix of prompts, and for what comes after the capture."""
+
+
 def record_view(record: RunRecord, *, all_buckets: bool = False) -> list[RenderableType]:
     """One record: figures, buckets (only the ends of a long ladder unless `all_buckets`), replay times."""
     title = f"prefill capture {record.id}: {model_name(record)}, policy {policy_name(record)}"
@@ -105,16 +116,20 @@ def record_view(record: RunRecord, *, all_buckets: bool = False) -> list[Rendera
     return [*parts, *remarks(record)]
 
 
-def comparison_view(records: Sequence[RunRecord]) -> list[RenderableType]:
+def comparison_view(comparison: PolicyComparison) -> list[RenderableType]:
     """Records side by side, one column each, headed by the policy; then each run's reason."""
+    records = comparison.records
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for record in records:
         table.add_column(plain(policy_name(record)), overflow="fold")
     for name, figure in FIGURES:
         table.add_row(name, *(plain(figure(record)) for record in records))
+    for column, name in _MIX_FIGURES.items():
+        table.add_row(name, *(plain(display_value(column, value)) for value in comparison.frame[column]))
     labels = list(dict.fromkeys(f"measured on {provenance_line(record)}" for record in records))
-    parts: list[RenderableType] = [table, *(plain(label) for label in labels)]
+    mix = f"mix of prompts: {comparison.mix.source}; times: {comparison.source}"
+    parts: list[RenderableType] = [table, *(plain(label) for label in labels), plain(mix)]
     for record in records:
         parts.append(plain(f"{policy_name(record)} ({record.id}): {record.reason}"))
         parts.extend(plain(f"  {line}") for line in record.advice)

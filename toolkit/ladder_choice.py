@@ -1,0 +1,130 @@
+"""The choice of a ladder: what it may take, which buckets it may have, and the cheapest within that. Pure numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.errors import InvalidInput
+from toolkit.ladder_models import CostModel, LadderLaw
+from toolkit.ladder_solver import Budget, solve
+from toolkit.settings import MAX_BUCKET_TOKENS
+
+MAX_CANDIDATES = 384
+"""Buckets a ladder is chosen from; more distinct sizes than this are thinned. Keeps a design to seconds."""
+MAX_CANDIDATES_WITH_SUM = 128
+"""The same where a budget has a sum-term."""
+_TIGHTENINGS = 12
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a ladder may take. None is no limit; a limit in GiB or seconds needs the law that says what a ladder takes.
+
+    Attributes:
+        max_buckets: how many buckets it may have.
+        memory_gib: GiB the capture may take.
+        time_s: seconds the capture may take.
+        memory: GiB of a ladder.
+        time: seconds of a ladder.
+    """
+
+    max_buckets: int | None = None
+    memory_gib: float | None = None
+    time_s: float | None = None
+    memory: LadderLaw | None = None
+    time: LadderLaw | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_buckets is not None and self.max_buckets < 0:
+            raise InvalidInput(f"max buckets {self.max_buckets} is negative", "0 or more", "for example 16")
+        for name, unit, value, law, give in (
+            ("memory", "GiB", self.memory_gib, self.memory, "a plan (--model and --gpu), or a measured record"),
+            ("time", "s", self.time_s, self.time, "a measured record, or a plan whose backend has capture times"),
+        ):
+            if value is not None and not 0 <= value < float("inf"):
+                raise InvalidInput(f"{name} budget {value:g} {unit} is out of range", "0 or more, finite")
+            if value is not None and law is None:
+                raise InvalidInput(f"a {name} budget needs to know what a ladder takes", give)
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """The limits that depend on which buckets a ladder has."""
+        pairs = ((self.memory, self.memory_gib), (self.time, self.time_s))
+        return [Budget(law, limit) for law, limit in pairs if law is not None and limit is not None]
+
+
+def candidate_buckets(
+    histogram: Mapping[int, int], also: Sequence[int], step: int = 1, most: int | None = None
+) -> list[int]:
+    """The buckets a ladder is chosen from: every size in the traffic rounded up to `step`, and those of `also` in use.
+
+    No other bucket is worth having: the largest prefill that replays in a bucket could have one of its own size. With
+    more than `most` of them, sizes are kept at even steps of the traffic's prefills and of its tokens, half each,
+    with the largest one.
+    """
+    sizes = sorted(histogram)
+    rounded = {min(-(-size // step) * step, MAX_BUCKET_TOKENS) for size in sizes if size <= MAX_BUCKET_TOKENS}
+    before = [0, *sorted(also)]
+    used = {bucket for below, bucket in itertools.pairwise(before) if any(below < size <= bucket for size in sizes)}
+    if most is None or len(rounded | used) <= most:
+        return sorted(rounded | used)
+    room = max(most - len(used), 2)
+    kept = {max(rounded)}
+    for weight in ({size: histogram[size] for size in sizes}, {size: size * histogram[size] for size in sizes}):
+        total, seen, number = sum(weight.values()), 0, 0
+        for size in sizes:
+            seen += weight[size]
+            if size <= MAX_BUCKET_TOKENS and seen * (room // 2) >= total * (number + 1):
+                kept.add(min(-(-size // step) * step, MAX_BUCKET_TOKENS))
+                number = seen * (room // 2) // total
+    return sorted(kept | used)
+
+
+def best_ladder(
+    histogram: Mapping[int, int],
+    default: Sequence[int],
+    cost: CostModel,
+    replay_limit: int | None,
+    limits: Limits,
+    step: int = 1,
+) -> tuple[tuple[int, ...], bool]:
+    """The cheapest ladder within the limits, and whether no other ladder of the candidates is cheaper.
+
+    Raises:
+        InvalidInput: `step` is not 1 or more.
+    """
+    if not 1 <= step <= MAX_BUCKET_TOKENS:
+        raise InvalidInput(f"step {step} is out of range", f"1 to {MAX_BUCKET_TOKENS} tokens", "for example 8")
+    budgets = limits.budgets
+    most = MAX_CANDIDATES_WITH_SUM if any(one.law.per_token > 0 for one in budgets) else MAX_CANDIDATES
+    every = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step)
+    candidates = every
+    if len(every) > most:
+        candidates = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step, most)
+    ladder, exact = _within(histogram, candidates, cost, replay_limit, limits)
+    return ladder, exact and candidates == every
+
+
+def _within(
+    histogram: Mapping[int, int], candidates: Sequence[int], cost: CostModel, replay_limit: int | None, limits: Limits
+) -> tuple[tuple[int, ...], bool]:
+    """Solve; where a law's `check` finds more than its terms did, lower that limit and solve again."""
+    budgets = limits.budgets
+    for turn in range(_TIGHTENINGS):
+        found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets)
+        takes = [asked.law.of(found.ladder) for asked in limits.budgets]
+        if all(took <= asked.limit for took, asked in zip(takes, limits.budgets, strict=True)):
+            return found.ladder, found.exact and turn == 0
+        budgets = [
+            _tighter(budget, asked.limit / took, found.ladder) if took > asked.limit else budget
+            for budget, asked, took in zip(budgets, limits.budgets, takes, strict=True)
+        ]
+    return (), False
+
+
+def _tighter(budget: Budget, ratio: float, ladder: Sequence[int]) -> Budget:
+    """The budget lowered by as much as its terms were too low for this ladder, which must not come again."""
+    return dataclasses.replace(budget, limit=min(budget.limit * ratio, budget.law.fitted(ladder) * (1 - 1e-6)))

@@ -1,0 +1,231 @@
+"""The ladder that fits a traffic, and what it gains. Pure numbers in, a frozen `LadderDesign` out."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import InvalidInput
+from toolkit.ladder_choice import Limits, best_ladder
+from toolkit.ladder_coverage import Coverage, cover
+from toolkit.ladder_models import CostModel
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NOTABLE = 0.005
+"""A smaller share of prefills is not worth a note."""
+NO_GRAPH_FLAG = "--disable-prefill-cuda-graph"
+
+
+@dataclass(frozen=True)
+class LadderDesign:
+    """The default ladder and the one that fits the traffic, side by side.
+
+    Attributes:
+        default: what the ladder compared with does.
+        proposal: what the ladder proposed does; its `ladder` is the answer.
+        no_graphs: the same traffic all eager.
+        cost: what a prefill is taken to cost.
+        limits: what the proposal had to keep.
+        replay_limit: a bucket over this many times the tokens runs eager; None: no such rule.
+        sglang_version: whose rules and flags these are.
+        exact: whether no other ladder of the candidates is cheaper within the limits.
+        histogram: prefills of each token count.
+        traffic: where the histogram comes from.
+        notes: what to know about the figures.
+    """
+
+    default: Coverage
+    proposal: Coverage
+    no_graphs: Coverage
+    cost: CostModel
+    limits: Limits
+    replay_limit: int | None
+    sglang_version: str
+    exact: bool
+    histogram: Mapping[int, int] = dataclasses.field(repr=False)
+    traffic: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The buckets proposed, smallest first; empty where eager is cheapest or no bucket fits."""
+        return self.proposal.ladder
+
+    @property
+    def gain(self) -> float:
+        """How much less a prefill costs with the proposal than with the default ladder, 0.1 for a tenth."""
+        return _saved(self.proposal, self.default)
+
+    @property
+    def default_gain(self) -> float:
+        """How much less a prefill costs with the default ladder than without graphs; negative: it loses."""
+        return _saved(self.default, self.no_graphs)
+
+    @property
+    def proposal_gain(self) -> float:
+        """How much less a prefill costs with the proposal than without graphs."""
+        return _saved(self.proposal, self.no_graphs)
+
+    @property
+    def coverages(self) -> dict[str, Coverage]:
+        """The three by name, in the order in which they are shown."""
+        return {"default": self.default, "proposal": self.proposal, "no graphs": self.no_graphs}
+
+    def server_flags(self) -> list[str]:
+        """The arguments of an SGLang server that set the ladder, one word each.
+
+        `cuda_graph_bs_prefill` and `cuda_graph_max_bs_prefill` are fields of ServerArgs in every release 0.5.15 to
+        0.5.23 (read in the published wheels). The ceiling is given too: with the list alone it stays at its default,
+        and attention data parallelism may then build another ladder.
+        """
+        if not self.ladder:
+            return [NO_GRAPH_FLAG]
+        listed = [str(bucket) for bucket in self.ladder]
+        return ["--cuda-graph-max-bs-prefill", listed[-1], "--cuda-graph-bs-prefill", *listed]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row per ladder: buckets and how many are used, shares (0 to 1), mean cost of a prefill, GiB, seconds."""
+        import pandas as pd
+
+        rows = [{"ladder": name, **_figures(one, self.no_graphs)} for name, one in self.coverages.items()]
+        return pd.DataFrame(rows).astype({"memory_gib": "float64", "capture_s": "float64"})
+
+    @cached_property
+    def buckets_frame(self) -> pd.DataFrame:
+        """One row per proposed bucket: prefills that replay in it, their share, and the share of padding in it."""
+        import pandas as pd
+
+        rows = [
+            (
+                use.bucket,
+                use.prefills,
+                use.prefills / self.proposal.prefills,
+                use.padded_tokens / (use.tokens + use.padded_tokens) if use.prefills else None,
+            )
+            for use in self.proposal.uses
+        ]
+        columns = ["num_tokens", "prefills", "share", "padded_share"]
+        return pd.DataFrame(rows, columns=columns).astype({"padded_share": "float64"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `prefill-lab ladder --json` prints; what is not known is None."""
+        return {
+            "ladder": list(self.ladder),
+            "server_flags": self.server_flags(),
+            "sglang_version": self.sglang_version,
+            "replay_limit": self.replay_limit,
+            "traffic": self.traffic,
+            "cost": {"unit": self.cost.unit, "source": self.cost.source},
+            "limits": {
+                "max_buckets": self.limits.max_buckets,
+                "memory_gib": self.limits.memory_gib,
+                "time_s": self.limits.time_s,
+                "memory_source": self.limits.memory.source if self.limits.memory else None,
+                "time_source": self.limits.time.source if self.limits.time else None,
+            },
+            "exact": self.exact,
+            "gain_over_default": self.gain,
+            "coverage": {
+                name: {"buckets": list(one.ladder), **_figures(one, self.no_graphs), "unit": one.unit}
+                for name, one in self.coverages.items()
+            },
+            "notes": list(self.notes),
+        }
+
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        before, after = self.default, self.proposal
+        change = f"{abs(self.gain):.1%} {'lower' if self.gain >= 0 else 'higher'}"
+        return (
+            f"{len(after.ladder)} buckets instead of {len(before.ladder)}: eager {after.eager_share:.2%} of prefills "
+            f"instead of {before.eager_share:.2%}, padding {after.padded_share:.2%} of computed tokens instead of "
+            f"{before.padded_share:.2%}, expected cost {change} ({self.cost.unit})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<LadderDesign {self.sentence()}>"
+
+    def _repr_html_(self) -> str:
+        table = self.frame.to_html(index=False, border=0, float_format="{:.4g}".format, na_rep="n/a")
+        facts = (f"traffic: {self.traffic}", f"cost: {self.cost.source}", *self.notes)
+        items = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
+        flags = html.escape(" ".join(self.server_flags()))
+        return f"<p><strong>{html.escape(self.sentence())}</strong></p>{table}<pre>{flags}</pre><ul>{items}</ul>"
+
+
+def _saved(one: Coverage, other: Coverage) -> float:
+    return 1 - one.mean_cost / other.mean_cost if other.mean_cost else 0.0
+
+
+def _figures(one: Coverage, no_graphs: Coverage) -> dict[str, Any]:
+    return {
+        "buckets": len(one.ladder),
+        "buckets_used": one.buckets_used,
+        "hit_rate": one.hit_rate,
+        "eager_share": one.eager_share,
+        "padded_share": one.padded_share,
+        "mean_cost": one.mean_cost,
+        "gain_over_eager": _saved(one, no_graphs),
+        "memory_gib": one.memory_gib,
+        "capture_s": one.capture_s,
+    }
+
+
+def design(
+    histogram: Mapping[int, int],
+    default: Sequence[int],
+    cost: CostModel,
+    replay_limit: int | None,
+    limits: Limits,
+    *,
+    sglang_version: str,
+    traffic: str,
+    notes: Sequence[str] = (),
+    step: int = 1,
+) -> LadderDesign:
+    """The design for prefills of these token counts, compared with the ladder `default`.
+
+    Raises:
+        InvalidInput: there is no prefill, or a limit or `step` cannot be used.
+    """
+    if not sum(histogram.values()):
+        raise InvalidInput("there is no prefill to design for", "at least one prompt length or `Prefill batch` line")
+    ladder, exact = best_ladder(histogram, default, cost, replay_limit, limits, step)
+
+    def coverage(buckets: Sequence[int]) -> Coverage:
+        memory = limits.memory.of(buckets) if limits.memory else None
+        seconds = limits.time.of(buckets) if limits.time else None
+        return cover(histogram, buckets, cost, replay_limit, memory_gib=memory, capture_s=seconds)
+
+    before, after = coverage(default), coverage(ladder)
+    return LadderDesign(
+        default=before,
+        proposal=after,
+        no_graphs=coverage(()),
+        cost=cost,
+        limits=limits,
+        replay_limit=replay_limit,
+        sglang_version=sglang_version,
+        exact=exact,
+        histogram=histogram,
+        traffic=traffic,
+        notes=(*notes, *_more_eager(before, after)),
+    )
+
+
+def _more_eager(before: Coverage, after: Coverage) -> list[str]:
+    """A word of caution where the proposal gives up replays that the default ladder has."""
+    more = after.eager_share - before.eager_share
+    if more < _NOTABLE:
+        return []
+    return [
+        f"{more:.1%} of prefills run eager that replay with the default ladder: by these costs, and within the limits, "
+        "that is cheaper; measure before you rely on it"
+    ]

@@ -1,0 +1,148 @@
+"""`toolkit.design_ladder`: traffic, rules, costs and budgets put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.errors import InvalidInput
+from toolkit.forecast.ladder_law import memory_law, time_law
+from toolkit.forecast.plan import Plan
+from toolkit.ladder import generate_prefill_buckets
+from toolkit.ladder_choice import Limits
+from toolkit.ladder_coverage import Coverage
+from toolkit.ladder_design import LadderDesign, design
+from toolkit.ladder_models import CostModel, LadderLaw
+from toolkit.memory.release import get_release
+from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_time
+from toolkit.runs.record import RunRecord
+from toolkit.serverlogs.traffic import PromptHistogram, read_lengths
+from toolkit.settings import MAX_BUCKET_TOKENS, check_buckets
+
+DEFAULT_CEILING = 8192
+"""Chunk and ceiling of a server on a card of 60 to 160 GiB (data/sglang_rules.json), where nothing else is known."""
+_DISAGREES = 0.02
+"""Shares of replay further apart than this are not explained by the ladder compared with."""
+_PAGE_ROUNDED_UNTIL = (0, 5, 19)
+
+
+def design_ladder(
+    prompt_lengths: Any,
+    *,
+    memory_gib: float | None = None,
+    time_s: float | None = None,
+    max_buckets: int | None = None,
+    chunked_prefill_size: int | None = None,
+    default: int | Sequence[int] | None = None,
+    plan: Plan | None = None,
+    measured: RunRecord | None = None,
+    cost: CostModel | None = None,
+    memory: LadderLaw | None = None,
+    time: LadderLaw | None = None,
+    sglang_version: str | None = None,
+    step: int = 1,
+) -> LadderDesign:
+    """The ladder that fits a traffic, compared with the default one; see `LadderDesign`.
+
+    Args:
+        prompt_lengths: the traffic, as `read_lengths` takes it: lengths, a mapping from length to count, or a path to
+            a CSV or to a server's log.
+        memory_gib: GiB the capture may take at its worst moment; needs `plan`, `measured` or `memory`.
+        time_s: seconds the capture may take; needs `plan`, `measured` or `time`.
+        max_buckets: how many buckets there may be. None: as many as the default ladder has, if it has any.
+        chunked_prefill_size: tokens of a chunk; longer prompts are split. None: that of `plan`, else no splitting.
+        default: the ladder to compare with, as buckets or as a ceiling. None: that of `plan`, else up to the chunk,
+            else up to 8192.
+        plan: a plan of the server, for its chunk, ladder, memory and capture time.
+        measured: a run, for milliseconds, memory and capture time as measured; goes before `plan`.
+        cost: what a prefill costs. None: as `measured`, else `CostModel.assumed()`.
+        memory: GiB of a ladder, instead of those of `measured` or `plan`.
+        time: seconds of a ladder, instead of those of `measured` or `plan`.
+        sglang_version: whose replay rule holds. None: that of `plan`, else the newest.
+        step: buckets proposed are multiples of this many tokens, for example 8 with DeepEP, which rounds them up.
+
+    Raises:
+        InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes.
+    """
+    traffic = read_lengths(prompt_lengths)
+    release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
+    chunk = _chunk(chunked_prefill_size, plan)
+    compared = _default(default, chunk, plan)
+    limits = Limits(
+        (len(compared) or None) if max_buckets is None else max_buckets,
+        memory_gib,
+        time_s,
+        memory or _law(measured, plan, measured_memory, memory_law),
+        time or _law(measured, plan, measured_time, time_law),
+    )
+    model = cost or (measured_cost(measured) if measured else None) or CostModel.assumed()
+    histogram = traffic.prefills(chunk)
+    made = design(
+        histogram,
+        compared,
+        model,
+        release.replay_limit_factor,
+        limits,
+        sglang_version=release.version,
+        traffic=traffic.source,
+        notes=_notes(traffic, chunk, model, release.version, histogram),
+        step=step,
+    )
+    return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
+
+
+def _chunk(given: int | None, plan: Plan | None) -> int | None:
+    """Tokens of a chunk, None for no splitting."""
+    if given is not None and given != -1 and given < 1:
+        raise InvalidInput(f"chunked prefill size {given} is not positive", "1 or more, or -1 for no chunks")
+    found = given if given is not None else plan.resolved.chunked_prefill_size if plan is not None else None
+    return None if found == -1 else found
+
+
+def _default(given: int | Sequence[int] | None, chunk: int | None, plan: Plan | None) -> list[int]:
+    if given is None and plan is not None:
+        return sorted(plan.buckets)
+    if given is None or isinstance(given, int):
+        ceiling = given if given is not None else min(chunk or DEFAULT_CEILING, MAX_BUCKET_TOKENS)
+        if not 0 <= ceiling <= MAX_BUCKET_TOKENS:
+            raise InvalidInput(f"ceiling {ceiling} is out of range", f"4 to {MAX_BUCKET_TOKENS} tokens")
+        return generate_prefill_buckets(ceiling)
+    return check_buckets(list(given))
+
+
+def _law(measured: RunRecord | None, plan: Plan | None, of_record: Any, of_plan: Any) -> LadderLaw | None:
+    """What the run measured, else what the plan forecasts, else nothing."""
+    law: LadderLaw | None = of_record(measured) if measured is not None else None
+    if law is None and plan is not None:
+        law = of_plan(plan)
+    return law
+
+
+def _notes(
+    traffic: PromptHistogram, chunk: int | None, cost: CostModel, version: str, histogram: dict[int, int]
+) -> list[str]:
+    notes = []
+    longest = max(histogram)
+    if traffic.kind == "prompts":
+        notes.append(
+            "one prompt is taken to be one prefill"
+            + (f", split into chunks of {chunk} tokens" if chunk is not None else ", not split: no chunk size is given")
+            + "; a busy server prefills several together and skips what its prefix cache holds: its log says more"
+        )
+    elif tuple(int(part) for part in version.split(".")) <= _PAGE_ROUNDED_UNTIL:
+        notes.append("logs of 0.5.15 to 0.5.19 count tokens rounded up to KV pages: with pages over 1, sizes are rough")
+    if cost.measured_up_to is not None and longest > cost.measured_up_to:
+        notes.append(f"costs over {cost.measured_up_to} tokens are extrapolated; the longest prefill has {longest}")
+    return notes
+
+
+def _disagreement(traffic: PromptHistogram, default: Coverage) -> list[str]:
+    """Where the server's own count of replays is not what the ladder compared with explains."""
+    said = traffic.replayed + traffic.eager
+    if not said or abs(traffic.replayed / said - default.hit_rate) <= _DISAGREES:
+        return []
+    return [
+        f"the log says {traffic.replayed / said:.1%} replayed, by the ladder compared with it would be "
+        f"{default.hit_rate:.1%}: the server has another ladder (give it as default), or other reasons to run eager"
+    ]
