@@ -4,6 +4,7 @@
     record = toolkit.capture(model="smollm2-135m", max_tokens=512)
     records = toolkit.compare(policies=["gated", "budgeted"], free_memory_gib=0.02)
     toolkit.compare_policies(records)  # side by side, with prefill time over a mix of prompts
+    diagnosis = toolkit.diagnose("server.log")  # what a server's log says, and what to do
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
     design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from toolkit.runs.record import RunRecord
     from toolkit.runs.store import RunStore
     from toolkit.runs.worker import CaptureJob
+    from toolkit.serverlogs.compare import compare_logs
+    from toolkit.serverlogs.diagnosis import Diagnosis, diagnose
     from toolkit.settings import CaptureSettings
     from toolkit.widgets.lab import Lab
 
@@ -34,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureJob",
     "CaptureSettings",
+    "Diagnosis",
     "Lab",
     "LadderDesign",
     "Plan",
@@ -44,8 +48,10 @@ __all__ = [
     "__version__",
     "capture",
     "compare",
+    "compare_logs",
     "compare_policies",
     "design_ladder",
+    "diagnose",
     "generate_prefill_buckets",
     "plan",
 ]
@@ -53,6 +59,7 @@ __all__ = [
 _HOMES = {
     "CaptureJob": "toolkit.runs.worker",
     "CaptureSettings": "toolkit.settings",
+    "Diagnosis": "toolkit.serverlogs.diagnosis",
     "Lab": "toolkit.widgets.lab",
     "LadderDesign": "toolkit.ladder_design",
     "Plan": "toolkit.forecast.plan",
@@ -60,7 +67,9 @@ _HOMES = {
     "PolicyComparison": "toolkit.views.comparison",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
+    "compare_logs": "toolkit.serverlogs.compare",
     "compare_policies": "toolkit.views.comparison",
+    "diagnose": "toolkit.serverlogs.diagnosis",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 

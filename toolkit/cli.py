@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit import __version__, cli_capture, cli_extras, cli_ladder, cli_plan, cli_runs
+from toolkit import __version__, cli_capture, cli_diagnose, cli_extras, cli_ladder, cli_plan, cli_runs
 from toolkit.cli_output import complain, end_quietly, say, say_help
 from toolkit.errors import PrefillLabError
 
@@ -41,6 +41,7 @@ def _root(
 app.command()(cli_capture.capture)
 app.command()(cli_capture.compare)
 app.command()(cli_plan.plan)
+app.command("diagnose")(cli_diagnose.diagnose_logs)
 app.command()(cli_ladder.ladder)
 app.add_typer(cli_runs.app, name="runs")
 app.command()(cli_extras.demo)

@@ -103,7 +103,7 @@ def _row(diagnosis: Diagnosis) -> dict[str, Any]:
         "prefill_gib": capture.mem_usage_gib if capture else None,
         "peak_need_gib": capture.peak_need_gib if capture else None,
         "prefill_s": capture.elapsed_s if capture else None,
-        "other_graphs_gib": ledger.other_graphs_gib if ledger else None,
+        "other_graphs_gib": ledger.other_graphs_gib if ledger and (not capture or capture.phase != "all") else None,
         "free_at_end_gib": ledger.free_at_end_gib if ledger else None,
         "captures_s": timings.captures_s if timings else None,
         "hit_rate": replay.hit_rate if replay else None,

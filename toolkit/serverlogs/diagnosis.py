@@ -179,7 +179,7 @@ def diagnose(
         sglang_version: the release that wrote it, for example `0.5.17`; logs rarely say.
 
     Raises:
-        InvalidInput: the path cannot be read. What a log holds never raises.
+        InvalidInput: the path cannot be read, or the model or GPU is unknown. What a log holds never raises.
     """
     log = read_log(_checked(source))
     version = sglang_version or _printed_version(log.startups)
@@ -255,6 +255,11 @@ def _measured(
 ) -> tuple[Measured | None, tuple[str, ...]]:
     if gpu is None:
         return None, ("no forecast: a log does not name the card; give gpu",) if model is not None else ()
+    from toolkit.catalogue import resolve_model
+    from toolkit.hardware import resolve_gpu
     from toolkit.serverlogs.measured import beside_forecast
 
+    resolve_gpu(gpu)  # what a person names wrongly is an error; what the log lacks is a note
+    if model is not None:
+        resolve_model(model)
     return beside_forecast(startups, model, gpu, version)

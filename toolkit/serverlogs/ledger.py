@@ -53,7 +53,7 @@ class RankLedger:
         pools_to_capture_gib: what went in between without a line of its own.
         prefill_graph_gib: printed usage of prefill captures, target and draft.
         other_graphs_gib: of decode, verify and extend captures.
-        free_at_end_gib: the last reading.
+        free_at_end_gib: the last reading, once every capture has ended.
         stages: every reading in order.
     """
 
@@ -105,7 +105,7 @@ def _ledger(startup: Startup, log: RankLog) -> RankLedger:
         server=startup.server,
         baseline_gib=_baseline(log),
         weights_gib=_weights(log),
-        kv_cache_gib=_sum([pool.size_gib for pool in _final_pools(log)]),
+        kv_cache_gib=_kv_cache(log),
         kv_cache_tokens=_tokens(startup, log),
         state_gib=_sum([pool.size_gib for pool in log.mamba_pools]),
         free_after_weights_gib=next(
@@ -116,7 +116,7 @@ def _ledger(startup: Startup, log: RankLog) -> RankLedger:
         pools_to_capture_gib=_less(pools, free_before),
         prefill_graph_gib=_graphs(log, prefill=True),
         other_graphs_gib=_graphs(log, prefill=False),
-        free_at_end_gib=log.readings[-1].free_gib if log.readings else None,
+        free_at_end_gib=log.readings[-1].free_gib if log.readings and _came_to_an_end(log) else None,
         stages=_stages(log),
     )
 
@@ -134,6 +134,17 @@ def _baseline(log: RankLog) -> float | None:
 def _weights(log: RankLog) -> float | None:
     ends = [one.end.usage_gib for one in log.weights if one.end is not None]
     return _sum([*ends, *(one.gib for one in log.vllm.loaded)])
+
+
+def _came_to_an_end(log: RankLog) -> bool:
+    """Whether every capture that began has ended, so that the last reading is what is left for serving."""
+    return bool(log.captures) and all(each.outcome in ("captured", "skipped") for each in log.captures)
+
+
+def _kv_cache(log: RankLog) -> float | None:
+    if log.vllm.available_kv is not None:
+        return log.vllm.available_kv.gib
+    return _sum([pool.size_gib for pool in _final_pools(log)])
 
 
 def _final_pools(log: RankLog) -> list[KvPool]:

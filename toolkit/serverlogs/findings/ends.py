@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 from toolkit.serverlogs.events import ErrorLine
-from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import Capture, Startup
 
-_MOST_WORDS = 200
 _ALMOST_NONE_GIB = 0.1
 # What the words of a failure mean, the most particular first, and what to do.
 _KINDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
@@ -59,7 +58,7 @@ def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
             "NOT_A_MEMORY_FAILURE",
             "error",
             f"Capturing the {role} {phase} graph failed{of_ranks(ranks)}, and not for want of memory: {kind} "
-            f"({words.partition(' | ')[0][:_MOST_WORDS]}).{_but_little_was_free(group)}",
+            f"({quoted(words.partition(' | ')[0])}).{_but_little_was_free(group)}",
             tuple(line for each in group for line in _failure_lines(each)),
             advice,
             source,
@@ -110,7 +109,7 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "SERVER_FAILED",
         "error",
-        f"The server ended, and no capture was running: {cause.message[:_MOST_WORDS]}.",
+        f"The server ended, and no capture was running: {quoted(cause.message)}.",
         tuple(dict.fromkeys((cause.line, *(error.line for error in fatal)))),
         "Read the traceback above that line; if there is none, look at the host's memory and the container's limits.",
     )

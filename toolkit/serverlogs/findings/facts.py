@@ -101,6 +101,12 @@ def of_ranks(ranks: Iterable[str]) -> str:
     return f" on {listed(found)}" if found else ""
 
 
+def quoted(words: str, most: int = 200) -> str:
+    """Words of the log, shortened, without characters that are not to be seen."""
+    shown = "".join(mark if mark.isprintable() else "?" for mark in words[:most])
+    return shown.strip().rstrip(".")
+
+
 def gib(value: float) -> str:
     """`1.71 GiB`."""
     return f"{value:.2f} GiB"

@@ -67,7 +67,8 @@ def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOf
     flag = flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
     if missing is not None:
-        parts.append(f"About {gib(missing)} more was needed.")
+        least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder
+        parts.append(f"{least} {gib(missing)} more was needed.")
     else:
         parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
     if ceiling is not None:
