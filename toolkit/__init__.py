@@ -8,6 +8,7 @@
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
     design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
+    toolkit.LogDoctor()  # in a notebook: paste a server's log
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.serverlogs.diagnosis import Diagnosis, diagnose
     from toolkit.settings import CaptureSettings
     from toolkit.widgets.lab import Lab
+    from toolkit.widgets.log_doctor import LogDoctor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "Diagnosis",
     "Lab",
     "LadderDesign",
+    "LogDoctor",
     "Plan",
     "PlanSettings",
     "PolicyComparison",
@@ -62,6 +65,7 @@ _HOMES = {
     "Diagnosis": "toolkit.serverlogs.diagnosis",
     "Lab": "toolkit.widgets.lab",
     "LadderDesign": "toolkit.ladder_design",
+    "LogDoctor": "toolkit.widgets.log_doctor",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
     "PolicyComparison": "toolkit.views.comparison",

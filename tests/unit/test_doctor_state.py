@@ -1,0 +1,345 @@
+"""The Log Doctor without a front end: the same findings as the command, lines looked at, settings taken over."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.errors import InvalidInput
+from toolkit.serverlogs import diagnose
+from toolkit.serverlogs.focus import excerpt, shortened, start_to_show
+from toolkit.serverlogs.pasted import from_browser
+from toolkit.serverlogs.used_settings import used_settings
+from toolkit.widgets import doctor_panels
+from toolkit.widgets.doctor_state import DoctorState
+from toolkit.widgets.forecast_state import ForecastState
+from toolkit.widgets.lab import Lab
+from toolkit.widgets.log_doctor import LogDoctor
+from toolkit.widgets.state import LabState
+
+LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
+FIXTURES = sorted(LOGS.glob("*.log"))
+GATE, NEW = LOGS / "sglang_gate.log", LOGS / "sglang_new_breakable.log"
+
+
+def pasted(text: str, **controls: str) -> DoctorState:
+    state = DoctorState()
+    state.change(text=text, **controls)
+    state.explain()
+    return state
+
+
+# --- the same findings as the command -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_a_pasted_log_has_the_findings_of_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "--json", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    with path.open(newline=None) as file:  # as a browser hands on what is pasted: every carriage return is a line end
+        shown = pasted(file.read()).diagnosis
+    assert shown is not None
+    ours = json.loads(json.dumps(shown.to_dict()))
+    assert {**ours, "source": None} == {**told, "source": None}
+    assert ours["findings"] or told["findings"] == []
+
+
+def test_there_are_fixtures_with_findings_and_with_carriage_returns() -> None:
+    assert len(FIXTURES) >= 14
+    assert sum(b"\r" in path.read_bytes() for path in FIXTURES) >= 4
+    assert sum(bool(diagnose(path).findings) for path in FIXTURES) > 10
+
+
+@pytest.mark.parametrize("change", [lambda data: data, gzip.compress, lambda data: data.decode().encode("utf-16")])
+def test_an_uploaded_file_has_the_findings_of_the_command(change: object) -> None:
+    state = DoctorState()
+    state.load(change(NEW.read_bytes()), name="server.log")  # type: ignore[operator]
+    found = state.explain()
+    assert found is not None and found.findings == diagnose(NEW).findings
+    assert found.source == "server.log" and state.message == "server.log: 20 lines read"
+
+
+def test_bytes_that_are_no_text_are_explained_all_the_same() -> None:
+    state = DoctorState()
+    state.load(b"\xff\xfe\xfa\x00\x80" * 50 + b"\n" + GATE.read_bytes() + b"\xc3\x28\x00", name="noise")
+    assert state.explain() is not None
+    assert doctor_panels.summary_html(state.diagnosis)
+
+
+def test_a_forecast_stands_beside_the_measurement_when_a_card_is_named() -> None:
+    state = pasted(NEW.read_text(), model="qwen3-30b-a3b", gpu="h100-80gb", version="0.5.18")
+    assert state.diagnosis is not None and state.diagnosis.measured is not None
+    told = diagnose(NEW, model="qwen3-30b-a3b", gpu="h100-80gb", sglang_version="0.5.18").measured
+    assert state.diagnosis.measured == told
+    html = doctor_panels.tables_html(state.diagnosis)
+    assert "Measured beside the forecast: qwen3-30b-a3b on h100-80gb" in html and "12.59" in html
+
+
+def test_what_cannot_be_forecast_is_said() -> None:
+    state = pasted(NEW.read_text(), gpu="h100-80gb", model="no-such-model")
+    assert state.diagnosis is None and state.message.startswith("refused: unknown model 'no-such-model'")
+    state = pasted(GATE.read_text(), gpu="h100-80gb")
+    assert state.diagnosis is not None and state.diagnosis.measured is None
+    assert "no forecast" in doctor_panels.summary_html(state.diagnosis)
+
+
+# --- what is given ------------------------------------------------------------------------------------------
+
+
+def test_pasted_text_is_never_the_name_of_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.log"
+    secret.write_text(GATE.read_text())
+    state = pasted(str(secret))
+    assert state.diagnosis is not None and state.diagnosis.engine is None
+    state.look(0, 1)
+    assert [line.text for line in state.excerpt] == [str(secret)]
+
+
+BAR = "Capturing num tokens (num_tokens={} avail_mem=1.00 GB):  {}%|  | {}/2 [00:01<00:02]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a\n\r{BAR.format(8, 0, 0)}\r{BAR.format(8, 50, 1)}\nb\n",
+        f"pod | {BAR.format(8, 0, 0)}\r{BAR.format(4, 50, 1)}\n\nb",
+        f"{BAR.format(8, 0, 0)}\r{BAR.format(4, 50, 1)}\r\n[x] {BAR.format(4, 50, 1)}\n",
+    ],
+)
+def test_the_states_of_a_bar_are_one_line_again(text: str) -> None:
+    shown = text.replace("\r\n", "\n")
+    assert from_browser(shown.replace("\r", "\n")) == shown
+    assert from_browser(text) == text
+
+
+def test_other_lines_are_left_as_they_are() -> None:
+    text = "\n\na\n\n  Capturing num tokens\nCapturing batches (bs=1)\n"
+    assert from_browser(text) == text
+
+
+def test_nothing_given_is_refused_in_words() -> None:
+    for text in ("", "  \n "):
+        state = pasted(text)
+        assert state.diagnosis is None and state.message == "refused: there is no log yet"
+
+
+def test_the_log_given_last_counts() -> None:
+    state = pasted(GATE.read_text())
+    state.load(NEW)
+    assert state.text == "" and state.name == NEW.name
+    found = state.explain()
+    assert found is not None and found.source == NEW.name
+    state.change(text=GATE.read_text())
+    found = state.explain()
+    assert found is not None and found.source == "pasted text" and found.worst == "warning"
+
+
+def test_a_log_that_breaks_the_reader_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = pasted(GATE.read_text())
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("no such\nthing")
+
+    monkeypatch.setattr("toolkit.widgets.doctor_state.diagnose", broken)
+    assert state.explain() is None and state.diagnosis is None and not state.busy
+    assert state.message == "refused: this log cannot be explained (ValueError: no such thing)"
+
+
+def test_clearing_forgets_everything() -> None:
+    state = pasted(GATE.read_text())
+    state.look(0, 2)
+    state.clear()
+    assert (state.diagnosis, state.text, state.excerpt, state.message) == (None, "", (), "")
+    assert state.explain() is None
+
+
+# --- lines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_every_line_of_every_finding_can_be_looked_at(path: Path) -> None:
+    state = pasted(path.read_text())
+    assert state.diagnosis is not None
+    lines = path.read_bytes().decode().replace("\r", " ").split("\n")
+    for number, finding in enumerate(state.diagnosis.findings):
+        for line in finding.lines:
+            state.look(number, line)
+            (meant,) = [one for one in state.excerpt if one.meant]
+            assert meant.number == line and meant.text[:100] == lines[line - 1][:100]
+
+
+def test_a_line_asked_for_twice_is_shown_no_longer() -> None:
+    state = pasted(GATE.read_text())
+    state.look(0, 2)
+    assert state.excerpt
+    state.look(0, 2)
+    assert state.excerpt == () and state.finding == -1
+
+
+def test_an_excerpt_has_the_lines_around_with_their_numbers() -> None:
+    text = "\n".join(f"line {number}" for number in range(1, 21))
+    assert [one.number for one in excerpt(text, 10, around=2)] == [8, 9, 10, 11, 12]
+    assert [one.number for one in excerpt(text, 1, around=2)] == [1, 2, 3]
+    assert [one.number for one in excerpt(text, 20, around=2)] == [18, 19, 20]
+    assert excerpt(text, 21) == excerpt(text, 0) == ()
+    assert [one.text for one in excerpt("a\n\nc\n", 2)] == ["a", "", "c"]
+    assert [one.text for one in excerpt("bar 1\rbar 2\nend\n", 1)] == ["bar 1 bar 2", "end"]
+
+
+def test_long_lines_lose_their_middle() -> None:
+    assert shortened("x" * 10, 10) == "x" * 10
+    assert shortened("a" * 50 + "b" * 50, 10) == "aaaaa ... (90 characters left out) ... bbbbb"
+
+
+def test_a_log_is_data_from_somewhere() -> None:
+    evil = '<script>alert(1)</script><img src=x onerror="x">'
+    text = GATE.read_text().replace("[2026-03-05 09:00:00 TP0] Memory pool", f"{evil} [2026-03-05 09:00:00 TP0] Memory")
+    state = pasted(text + f"\nserver_args=ServerArgs(model_path='{evil}', mem_fraction_static=0.8, tp_size=1)\n")
+    state.look(0, 1)
+    state.take()
+    shown = doctor_panels.excerpt_html(state.excerpt) + doctor_panels.summary_html(state.diagnosis)
+    shown += doctor_panels.tables_html(state.diagnosis) + doctor_panels.taken_html(state.taken, in_lab=False)
+    shown += "".join(doctor_panels.finding_html(one) for one in state.diagnosis.findings) if state.diagnosis else ""
+    assert "&lt;script&gt;" in shown and not re.search(r"<(script|img)\b", shown)
+
+
+@pytest.mark.parametrize("severity", ["error", "warning", "info"])
+def test_how_serious_a_finding_is_is_told_by_a_word_and_a_sign(severity: str) -> None:
+    findings = [one for path in FIXTURES for one in diagnose(path).findings if one.severity == severity]
+    html = doctor_panels.finding_html(findings[0])
+    assert f"{doctor_panels.SIGNS[severity]} {severity}: {findings[0].code}" in html
+
+
+# --- settings to take over ------------------------------------------------------------------------------------
+
+
+def test_the_gate_of_a_log_is_met_again_in_the_lab(runs_dir: Path) -> None:
+    lab = LabState(runs_dir, device="cpu")
+    state = pasted(GATE.read_text())
+    used = state.take(lab)
+    assert lab.policy == "gated" and lab.leave_exactly and lab.free_memory_gib == 2.05
+    assert lab.preview is not None and lab.preview.verdict.endswith("2.05 GiB free, under 4.00 GiB")
+    assert any("0.5.16 or 0.5.17" in why for why in used.why)
+    assert any(one.startswith("model: ") for one in used.left_out)
+
+
+def test_what_a_server_was_started_with_is_what_the_lab_shows(runs_dir: Path) -> None:
+    lab = LabState(runs_dir, device="cpu", free_memory_gib=1.0, buckets=(8,), backend="full", policy="gated")
+    forecast = ForecastState(lab)
+    state = pasted(NEW.read_text(), gpu="h200")
+    state.take(lab, forecast)
+    assert (lab.model, lab.mem_fraction, lab.auto_fraction, lab.leave_exactly) == ("qwen3-30b-a3b", 0.836, False, False)
+    assert (lab.ladder, lab.max_tokens, lab.backend, lab.policy) == ("ceiling", 8192, "auto", "ungated")
+    assert lab.others["chunked_prefill_size"] == 8192 and forecast.tp == 1 and forecast.gpu == "h200"
+    assert state.taken is not None and any("fa3" in one for one in state.taken.left_out)
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_every_log_leaves_a_lab_that_can_be_used(path: Path, runs_dir: Path) -> None:
+    lab = LabState(runs_dir, device="cpu")
+    used = pasted(path.read_text()).take(lab)
+    assert lab.settings.policy == used.settings["policy"]
+    assert any("size of the card" in one for one in used.left_out)
+
+
+ARGUMENTS = "server_args=ServerArgs(model_path='Qwen/Qwen3-8B', {}, tp_size=8)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "value"),
+    [
+        ("mem_fraction_static=0.9", "mem_fraction", 0.9),
+        ("disable_cuda_graph=True", "backend", "disabled"),
+        ("cuda_graph_backend_prefill='full'", "backend", "full"),
+        ("cuda_graph_max_bs_prefill=512", "max_tokens", 512),
+        ("chunked_prefill_size=4096", "chunked_prefill_size", 4096),
+        ("chunked_prefill_size=-1", "chunked_prefill_size", None),
+        ("dtype='float16'", "dtype", "float16"),
+        ("dtype='auto'", "model", "qwen3-8b"),
+    ],
+)
+def test_each_argument_has_its_setting(arguments: str, setting: str, value: object) -> None:
+    used = used_settings(diagnose(ARGUMENTS.format(arguments)))
+    assert used.settings[setting] == value and used.tp == 8
+    assert any(one.startswith("tp 8") for one in used.left_out)
+
+
+def test_a_value_that_no_setting_takes_is_named() -> None:
+    used = used_settings(diagnose(ARGUMENTS.format("mem_fraction_static=7.5")))
+    assert used.settings["mem_fraction"] == "auto"
+    assert any("7.5 is out of range" in one for one in used.left_out)
+
+
+@pytest.mark.parametrize(
+    ("version", "policy"), [("0.5.15", "ungated"), ("0.5.16", "gated"), ("0.5.17", "gated"), ("0.5.18", "ungated")]
+)
+def test_the_release_decides_about_the_gate(version: str, policy: str) -> None:
+    found = diagnose(ARGUMENTS.format("dtype='auto'"), sglang_version=version)
+    assert used_settings(found).settings["policy"] == policy
+
+
+def test_a_text_without_a_start_has_no_settings() -> None:
+    state = pasted("nothing of a server\n")
+    with pytest.raises(InvalidInput, match="no start of a server"):
+        state.take()
+    with pytest.raises(InvalidInput, match="no log is explained"):
+        DoctorState().take()
+
+
+def test_the_start_with_the_error_is_the_one_to_look_at() -> None:
+    startup = start_to_show(diagnose(LOGS / "compose_two_servers.log"))
+    assert startup is not None and startup.index == 1
+    assert start_to_show(diagnose("nothing\n")) is None
+
+
+# --- the object in a notebook -----------------------------------------------------------------------------------
+
+
+def test_a_log_doctor_is_text_where_no_widget_is_drawn() -> None:
+    doctor = LogDoctor(GATE)
+    assert repr(doctor).startswith("Log Doctor: sglang_gate.log: sglang, 2 ranks, prefill graph skipped")
+    assert "\n  warning GATE_SKIPPED (line 2): " in repr(doctor)
+    doctor.show(0)
+    assert doctor.state.line == 2
+    doctor.close()
+    assert repr(doctor) == "Log Doctor: no log is explained"
+
+
+def test_its_widgets_show_what_the_state_says() -> None:
+    doctor = LogDoctor()
+    view, parts = doctor.view, doctor.parts
+    assert parts.findings.children == () or len(parts.findings.children) == 1
+    doctor.state.change(text=GATE.read_text())
+    parts.ask()
+    parts.wait(60)
+    shown = doctor.diagnosis
+    assert shown is not None and len(parts.findings.children) == len(shown.findings) + 1
+    first = parts.findings.children[0]
+    assert "GATE_SKIPPED" in first.children[0].value
+    assert [button.description for button in first.children[1].children] == ["line 2", "line 5"]
+    first.children[1].children[1].click()
+    assert "at least 4.00 GiB is required" in first.children[2].value and "&#9654; 5" in first.children[2].value
+    first.children[1].children[0].click()
+    assert "&#9654; 2" in first.children[2].value
+    assert parts.figures.value.count('role="img"') == 2
+    parts.take.click()
+    assert "toolkit.Lab(" in parts.taken.value and "policy=&#x27;gated&#x27;" in parts.taken.value
+    assert view is doctor.view
+    doctor.close()
+
+
+def test_the_lab_has_one_that_sets_its_controls(runs_dir: Path) -> None:
+    lab = Lab(runs_dir, device="cpu")
+    box = lab.view
+    lab.doctor.explain(GATE)
+    lab.doctor.parts.take.click()
+    assert lab.state.policy == "gated" and "Set in the Lab" in lab.doctor.parts.taken.value
+    lab.doctor.parts.wait(60)
+    assert lab.doctor.parts.box.layout.display == "none"
+    lab.close()
+    assert box.comm is None
