@@ -52,7 +52,7 @@ class CaptureReport:
         buckets: smallest first; None unless the log shows them all.
         free_before_gib: of the begin line.
         mem_usage_gib: as printed: free before less free after, so it may be negative.
-        min_free_gib: the least of the bars and the end line.
+        min_free_gib: the least of the bars and the end line; None without bars.
         peak_need_gib: free before less the least free inside; None without bars.
         first_bucket_gib: cost of the first, largest bucket, from bars.
         later_bucket_gib: mean cost of the buckets after it, from bars.
@@ -60,7 +60,7 @@ class CaptureReport:
         free_after_gib: of the end line.
         stopped_at: the bucket in work when it ran out of memory or failed, or when the log ends.
         done: buckets done by the last bar.
-        compile_s: seconds of the compile pass that some builds print before the capture.
+        compile_s: seconds of the compile pass that some builds print before the capture, by its last bar.
         series: one entry per bucket that bars showed.
         lines: of its begin, end and failures.
     """
@@ -102,9 +102,10 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
     end = capture.end
     readings = [point.free_gib for point in series if point.free_gib is not None]
     before = capture.free_before_gib
-    lowest = min([*readings, *([end.free_gib] if end and end.free_gib is not None else [])], default=None)
+    # Without bars nothing is known of the inside: the end line tells what came back, too.
+    lowest = min([*readings, *([end.free_gib] if readings and end and end.free_gib is not None else [])], default=None)
     ladder = capture.ladder or _ladder_of_bars(capture)
-    passed = [point.ended_s for point in capture.compile_points if point.ended_s is not None]
+    compiled = capture.compile_points[-1] if capture.compile_points else None
     return CaptureReport(
         startup=startup.index,
         rank=capture.rank.label,
@@ -117,14 +118,14 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
         free_before_gib=before,
         mem_usage_gib=end.usage_gib if end else None,
         min_free_gib=lowest,
-        peak_need_gib=round(before - lowest, 4) if before is not None and lowest is not None and readings else None,
+        peak_need_gib=round(before - lowest, 4) if before is not None and lowest is not None else None,
         first_bucket_gib=first_cost(series),
         later_bucket_gib=later_cost(series),
         elapsed_s=end.elapsed_s if end else None,
         free_after_gib=capture.free_after_gib,
         stopped_at=_stopped_at(capture),
         done=capture.done,
-        compile_s=passed[-1] if passed else None,
+        compile_s=(compiled.ended_s or compiled.started_s or None) if compiled is not None else None,
         series=series,
         lines=capture.lines or tuple(point.line for point in series[:1]),
     )
@@ -161,7 +162,7 @@ def later_cost(series: tuple[BucketCost, ...]) -> float | None:
     """Mean GiB of the buckets after the first."""
     later = [one for one in series if one.added_gib is not None and one.done]
     count = sum(one.buckets for one in later)
-    return sum(one.added_gib or 0.0 for one in later) / count if count else None
+    return round(sum(one.added_gib or 0.0 for one in later) / count, 5) if count else None
 
 
 def _ladder_of_bars(capture: Capture) -> tuple[int, ...] | None:

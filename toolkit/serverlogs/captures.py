@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from toolkit.serverlogs import events as ev
@@ -18,11 +18,12 @@ from toolkit.serverlogs.startup import (
 
 _PHASES_OF_BAR = {"prefill": ("prefill",), "compile": ("prefill",), "decode": ("decode", "verify", "extend")}
 _MOST_ERRORS = 8
+_MOST_BACK = 16  # captures that a rank may have left open before the one that ends
 
 
 def _begin(startup: Startup, event: ev.CaptureBegin) -> None:
     log = startup.read_free(event.rank, event.line, f"{_name(event)} begin", event.free_gib)
-    startup.keep(log.captures, Capture(event.rank, event.role, event.phase, begin=event))
+    _add(startup, log, Capture(event.rank, event.role, event.phase, begin=event))
 
 
 def _sizes(startup: Startup, event: ev.CaptureSizes) -> None:
@@ -30,30 +31,42 @@ def _sizes(startup: Startup, event: ev.CaptureSizes) -> None:
     if capture is None:
         log = startup.log_of(event.rank)
         capture = Capture(event.rank, "target", event.kind)
-        startup.keep(log.captures, capture)
+        _add(startup, log, capture)
     capture.sizes = capture.sizes or event
 
 
 def _end(startup: Startup, event: ev.CaptureEnd) -> None:
     log = startup.read_free(event.rank, event.line, f"{_name(event)} end", event.free_gib)
-    _to_end(startup, log, event).end = event
+    capture = _to_end(startup, log, event)
+    capture.end = event
+    if startup.running.get(event.rank) is capture:
+        del startup.running[event.rank]
 
 
 def _to_end(startup: Startup, log: RankLog, event: ev.CaptureEnd) -> Capture:
     """The capture that an end line ends: its rank's own, else one that only bars told of, else a new one."""
-    for capture in reversed(log.captures):
+    for capture in log.captures[: -_MOST_BACK - 1 : -1]:
         if capture.phase == event.phase and capture.role == event.role and capture.end is None and not capture.skip:
             return capture
     bare = startup.ranks.get(ev.Rank(server=event.rank.server)) if event.rank.named else None
-    for capture in reversed(bare.captures if bare else ()):
+    for capture in bare.captures[: -_MOST_BACK - 1 : -1] if bare else ():
         if capture.begin is None and capture.open and capture.phase == event.phase and bare is not None:
             bare.captures.remove(capture)
+            startup.running.pop(capture.rank, None)
             capture.rank = event.rank
-            startup.keep(log.captures, capture)
+            _add(startup, log, capture)
             return capture
     capture = Capture(event.rank, event.role, event.phase)
-    startup.keep(log.captures, capture)
+    _add(startup, log, capture)
     return capture
+
+
+def _add(startup: Startup, log: RankLog, capture: Capture) -> None:
+    """A rank is in one capture at a time: a new one is the one that it is in now."""
+    startup.keep(log.captures, capture)
+    startup.phases_seen.add(capture.phase)
+    if capture.rank in startup.ranks:
+        startup.running[capture.rank] = capture
 
 
 def _bar(startup: Startup, event: ev.BucketBar) -> None:
@@ -63,13 +76,16 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
     capture = _open_of(startup, phases, event.rank)
     if capture is None:
         # The last state of a bar may be printed after the end line.
-        if event.done is not None and event.done == event.total and _any_of(startup, phases):
+        if event.done is not None and event.done == event.total and not startup.phases_seen.isdisjoint(phases):
             return
         rank = event.rank if _is_rank(startup, event.rank) else lowest_rank(list(startup.ranks) or [event.rank])
         capture = Capture(rank, "target", phases[0])
-        startup.keep(startup.log_of(rank).captures, capture)
+        _add(startup, startup.log_of(rank), capture)
+        startup.keep(startup.drawn, capture)
     capture.last_bar = event
     points = capture.compile_points if event.kind == "compile" else capture.points
+    if capture.errors and event.done is not None and event.done > (capture.done or 0):
+        capture.errors.clear()  # it went on
     if event.kind != "compile":
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done
@@ -99,7 +115,7 @@ def _point(startup: Startup, points: list[BucketPoint], event: ev.BucketBar) -> 
 def _gate(startup: Startup, event: ev.GateLine) -> None:
     startup.keep(startup.gates, event)
     log = startup.read_free(event.rank, event.line, "gate", event.free_gib)
-    startup.keep(log.captures, Capture(event.rank, "target", "prefill", skip=event))
+    _skip(startup, log, Capture(event.rank, "target", "prefill", skip=event))
 
 
 def _disable(startup: Startup, event: ev.DisableLine) -> None:
@@ -109,7 +125,12 @@ def _disable(startup: Startup, event: ev.DisableLine) -> None:
     log, role = startup.log_of(event.rank), event.role or "target"
     before = log.capture("prefill", role)
     if before is None or before.outcome != "skipped":
-        startup.keep(log.captures, Capture(event.rank, role, "prefill", skip=event))
+        _skip(startup, log, Capture(event.rank, role, "prefill", skip=event))
+
+
+def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
+    startup.keep(log.captures, capture)
+    startup.phases_seen.add(capture.phase)
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
@@ -135,9 +156,10 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
 
 def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
     startup.keep(startup.log_of(event.rank).vllm.finished, event)
-    for capture in _all(startup):
+    for capture in startup.drawn:
         if capture.open:
             capture.finished = event
+    startup.drawn.clear()
 
 
 # --- looking for a capture --------------------------------------------------------------------------------------
@@ -145,11 +167,13 @@ def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
 
 def _open_of(startup: Startup, phases: tuple[str, ...], rank: ev.Rank) -> Capture | None:
     """The capture that a line without a phase of its own speaks of: of that rank, or of the lowest that captures."""
-    found = [capture for capture in _all(startup) if capture.open and capture.phase in phases]
     if _is_rank(startup, rank):
-        found = [capture for capture in found if capture.rank == rank]
-    lowest = lowest_rank([capture.rank for capture in found])
-    return next((capture for capture in reversed(found) if capture.rank == lowest), None)
+        own = startup.running.get(rank)
+        return own if own is not None and own.open and own.phase in phases else None
+    found = [capture for capture in startup.running.values() if capture.phase in phases and capture.open]
+    if len(found) < 2:
+        return found[0] if found else None
+    return startup.running[lowest_rank([capture.rank for capture in found])]
 
 
 def _running(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Capture | None:
@@ -160,10 +184,10 @@ def _running(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Captu
     """
     if startup.ready or startup.limits:
         return None
-    found = [each for each in _all(startup) if each.end is None and each.finished is None and each.skip is None]
-    of_rank = [capture for capture in found if capture.rank == rank] if _is_rank(startup, rank) else found
-    of_phase = [capture for capture in of_rank if capture.phase == phase]
-    return max(of_phase or of_rank, key=_how_recent, default=None)
+    if _is_rank(startup, rank):
+        return startup.running.get(rank)
+    found = [each for each in startup.running.values() if each.finished is None]
+    return max([each for each in found if each.phase == phase] or found, key=_how_recent, default=None)
 
 
 def _how_recent(capture: Capture) -> tuple[bool, int]:
@@ -175,15 +199,6 @@ def _how_recent(capture: Capture) -> tuple[bool, int]:
 def _is_rank(startup: Startup, rank: ev.Rank) -> bool:
     """Whether a line's prefix names a rank of this start. An actor's process id on a bar need not be one."""
     return rank.named and (rank in startup.ranks or not rank.worker)
-
-
-def _any_of(startup: Startup, phases: tuple[str, ...]) -> bool:
-    return any(capture.phase in phases for capture in _all(startup))
-
-
-def _all(startup: Startup) -> Iterator[Capture]:
-    for log in startup.ranks.values():
-        yield from log.captures
 
 
 def _name(event: ev.CaptureBegin | ev.CaptureEnd) -> str:

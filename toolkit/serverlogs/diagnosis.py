@@ -9,13 +9,14 @@ Everything here is read out of the log. With a model and a GPU, a forecast stand
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
 from toolkit.serverlogs.findings import check_log
-from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.finding import Finding, in_order
 from toolkit.serverlogs.fold import read_log
 from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
 from toolkit.serverlogs.lines import Counters, Source
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from toolkit.serverlogs.measured import Measured
+
+
+_VERSION = re.compile(r"\d{1,4}(?:\.\w{1,20}){1,5}(?:[+-][\w.]{1,40})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +183,10 @@ def diagnose(
         sglang_version: the release that wrote it, for example `0.5.17`; logs rarely say.
 
     Raises:
-        InvalidInput: the path cannot be read, or the model or GPU is unknown. What a log holds never raises.
+        InvalidInput: the path cannot be read, or a name given is unknown. What a log holds never raises.
     """
+    if sglang_version is not None and not _VERSION.fullmatch(sglang_version):
+        raise InvalidInput(f"version {sglang_version!r}", "a release such as 0.5.17", "leave it out if not known")
     log = read_log(_checked(source))
     version = sglang_version or _printed_version(log.startups)
     startups = tuple(log.startups)
@@ -198,7 +204,7 @@ def diagnose(
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
         replay=tuple(filter(None, map(replay_stats, startups))),
-        findings=check_log(log, version),
+        findings=in_order([*check_log(log, sglang_version), *(measured.misses() if measured else [])]),
         measured=measured,
         notes=notes,
         counters=log.counters,
@@ -207,12 +213,21 @@ def diagnose(
 
 
 def _checked(source: Source) -> Source:
-    """Several logs are no one log: their lines would carry the same numbers."""
-    if isinstance(source, list | tuple) and source and all(isinstance(item, os.PathLike) for item in source):
-        raise InvalidInput(
-            f"{len(source)} logs at once", "one log", "compare several with toolkit.serverlogs.compare_logs(paths)"
-        )
-    return source
+    """Several logs are no one log: their lines would carry the same numbers. A list of one path is that path."""
+    if not isinstance(source, list | tuple) or not source or not all(map(_is_path, source[:_MOST_PATHS])):
+        return source
+    if len(source) == 1:
+        return source[0]
+    raise InvalidInput(f"{len(source)} logs at once", "one log", "compare several with toolkit.compare_logs(a, b)")
+
+
+_MOST_PATHS = 20
+
+
+def _is_path(item: object) -> bool:
+    if isinstance(item, os.PathLike):
+        return True
+    return isinstance(item, str) and 0 < len(item) < 4096 and "\n" not in item and os.path.isfile(item)
 
 
 def _name(source: Source) -> str:

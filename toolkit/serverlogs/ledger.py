@@ -138,7 +138,8 @@ def _weights(log: RankLog) -> float | None:
 
 def _came_to_an_end(log: RankLog) -> bool:
     """Whether every capture that began has ended, so that the last reading is what is left for serving."""
-    return bool(log.captures) and all(each.outcome in ("captured", "skipped") for each in log.captures)
+    outcomes = {each.outcome for each in log.captures}
+    return "captured" in outcomes and outcomes <= {"captured", "skipped"}
 
 
 def _kv_cache(log: RankLog) -> float | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PrefillLabError
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
+from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
 from toolkit.serverlogs.startup import Startup
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit.forecast.plan import Plan
 
 _KV_DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float8_e4m3fn": "fp8", "fp8_e4m3": "fp8"}
+_JUDGED = ("prefill graph", "peak inside the capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Measured:
         rows: figures side by side.
         verdicts: by policy; empty when the log does not say what was free.
         assumptions: of the forecast.
+        lines: where that rank's prefill capture begins and ends.
+        whole: whether that capture came to its end; if not, its peak is a lower bound.
     """
 
     startup: int
@@ -63,6 +67,30 @@ class Measured:
     rows: tuple[Compared, ...]
     verdicts: tuple[Verdict, ...]
     assumptions: tuple[str, ...]
+    lines: tuple[int, ...] = ()
+    whole: bool = True
+
+    def misses(self) -> list[Finding]:
+        """A measurement of the graphs outside the forecast's range."""
+        found = []
+        for row in self.rows:
+            if row.what not in _JUDGED or row.measured is None or row.low <= row.measured <= row.high:
+                continue
+            if row.measured < row.low and not self.whole:
+                continue  # it needed at least that much
+            side = "above" if row.measured > row.high else "below"
+            found.append(
+                Finding(
+                    "ESTIMATE_MISS",
+                    "info",
+                    f"The {row.what} measured {row.measured:.2f} GiB, {side} the forecast of {row.forecast:.2f} GiB "
+                    f"({row.low:.2f} to {row.high:.2f}) for {self.model} on {self.gpu}.",
+                    self.lines,
+                    "Check that model, card, dtypes and ladder are those of the log before trusting either.",
+                    startups=(self.startup,),
+                )
+            )
+        return found
 
 
 def beside_forecast(
@@ -96,7 +124,9 @@ def beside_forecast(
         return None, (f"no forecast: {error}",)
     rows = tuple(_rows(plan, ledger, capture))
     parts = startup.index, ledger.rank, plan.model.id, plan.gpu.id, plan.release.version
-    return Measured(*parts, rows, verdicts, plan.assumptions), ()
+    lines = tuple(sorted(set(capture.lines))) if capture is not None else ()
+    whole = capture is not None and capture.outcome == "captured"
+    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole), ()
 
 
 def known_model(startup: Startup) -> str | None:

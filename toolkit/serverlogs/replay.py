@@ -15,11 +15,11 @@ from toolkit.serverlogs.ledger import first_prefill
 from toolkit.serverlogs.startup import Startup
 
 REASONS = {
-    "no_graph": "there is no prefill graph",
-    "too_long": "longer than the largest bucket",
-    "too_short": "the smallest bucket that holds it is more than twice as large",
-    "other": "a bucket fits; the log does not say why (cached prefix, images, logprobs, ...)",
-    "unknown": "the log does not show the buckets",
+    "no_graph": "because there is no prefill graph",
+    "too_long": "because they are longer than the largest bucket",
+    "too_short": "because the smallest bucket that holds them is more than twice as large",
+    "other": "although a bucket fits (a cached prefix, images, logprobs, ...)",
+    "unknown": "for reasons not known, as the log does not show the buckets",
 }
 """Why a prefill ran eager."""
 

@@ -127,16 +127,16 @@ def _limits(text: str, line: int, rank: Rank) -> Events:
     )
 
 
-_TIMING = re.compile(r"(?<!\w)([a-z_0-9]{1,40})=(\d{1,9}\.\d{1,6})(?=[,}\s]|$)", re.ASCII)
+# Always two decimals: with fewer the line is cut.
+_TIMING = re.compile(r"(?<!\w)([a-z_0-9]{1,40})=(\d{1,9}\.\d\d)(?![\d.])", re.ASCII)
 
 
 def _timings(text: str, line: int, rank: Rank) -> Events:
-    graphs, at = {}, text.find("cuda_graph={")
-    end = text.find("}", at)
-    if 0 <= at < end:
-        graphs = {name: float(value) for name, value in _TIMING.findall(text[at + 12 : end])}
-        text = text[:at] + text[end:]
-    return (EngineTimings(line, rank, {name: float(value) for name, value in _TIMING.findall(text)}, graphs),)
+    engine, _, rest = text.partition("cuda_graph={")
+    inside, _, after = rest.partition("}")
+    graphs = {name: float(value) for name, value in _TIMING.findall(inside)}
+    seconds = {name: float(value) for name, value in _TIMING.findall(f"{engine} {after}")}
+    return (EngineTimings(line, rank, seconds, graphs),)
 
 
 def _post_capture(text: str, line: int, rank: Rank) -> Events:
@@ -237,6 +237,7 @@ def _disabling(text: str, line: int, rank: Rank) -> Events:
 _DISABLE = re.compile(
     r"Disable (?:(target|draft) )?(?:prefill|piecewise) (?:CUDA|cuda) graph (?:capture )?(?:because|for) "
 )
+_ECHO = "cuda_graph_config "
 
 
 def _disable(text: str, line: int, rank: Rank) -> Events:
@@ -244,9 +245,10 @@ def _disable(text: str, line: int, rank: Rank) -> Events:
     if match is None:
         return ()
     cause = _cause(text)
-    if "resolved prefill.backend='disabled'" in text:
-        return _disabled("echo", text, line, rank, cause, match[1])
-    return _disabled("flag" if cause.startswith("--disable") else "guard", text, line, rank, cause, match[1])
+    if _ECHO.startswith(cause):
+        return ()  # cut before it says which it is
+    code = "echo" if cause.startswith(_ECHO) else "flag" if cause.startswith("-") else "guard"
+    return _disabled(code, text, line, rank, cause, match[1])
 
 
 def _all_off(text: str, line: int, rank: Rank) -> Events:

@@ -134,8 +134,9 @@ class Capture:
 
     @property
     def open(self) -> bool:
-        """Whether it may still go on."""
-        return self.outcome == "incomplete"
+        """Whether it may still go on: an exception alone may have been caught."""
+        ended = self.end or self.finished or self.skip or self.oom or self.failed
+        return ended is None and not any(error.fatal for error in self.errors)
 
     @property
     def ladder(self) -> tuple[int, ...] | None:
@@ -326,6 +327,10 @@ class Startup:
     vllm_kv_tokens: list[VllmKvTokens] = field(default_factory=list)
     prefills: PrefillStats = field(default_factory=PrefillStats)
     not_kept: int = 0
+    # What `captures` goes by while it reads: the capture that each rank is in, and those that vLLM's end line ends.
+    running: dict[Rank, Capture] = field(default_factory=dict, repr=False)
+    drawn: list[Capture] = field(default_factory=list, repr=False)
+    phases_seen: set[str] = field(default_factory=set, repr=False)
 
     @property
     def sorted_ranks(self) -> list[RankLog]:

@@ -26,7 +26,7 @@ def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
     """One log: what it is, the findings, captures, memory, buckets, prefills, and a forecast where there is one."""
     parts: list[RenderableType] = [plain(f"{diagnosis.source}: {diagnosis.summary}")]
     parts += [plain(line) for line in _head(diagnosis)]
-    parts += _findings(diagnosis.findings)
+    parts += _findings(diagnosis.findings, starts=len(diagnosis.startups))
     if diagnosis.captures:
         parts += _captures(diagnosis.captures)
     if diagnosis.ledger:
@@ -68,12 +68,13 @@ def _head(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"read: {counters.lines:,} lines, {counters.events:,} facts{unread}{cut}"
 
 
-def _findings(findings: Sequence[Finding], nothing: str = "no findings") -> list[RenderableType]:
+def _findings(findings: Sequence[Finding], nothing: str = "no findings", starts: int = 1) -> list[RenderableType]:
     if not findings:
         return [plain(nothing)] if nothing else []
     parts: list[RenderableType] = []
     for one in findings:
-        parts.append(plain(f"{one.severity} {one.code}{_lines(one)}: {one.message}"))
+        where = _lines(one) + (_starts(one) if starts > 1 else "")
+        parts.append(plain(f"{one.severity} {one.code}{where}: {one.message}"))
         if one.advice:
             parts.append(plain(f"next: {one.advice}"))
         if one.source:
@@ -87,6 +88,15 @@ def _lines(one: Finding) -> str:
     shown = ", ".join(str(line) for line in one.lines[:_SHOWN_LINES])
     more = f" and {len(one.lines) - _SHOWN_LINES} more" if len(one.lines) > _SHOWN_LINES else ""
     return f" (line{'s' if len(one.lines) > 1 else ''} {shown}{more})"
+
+
+def _starts(one: Finding) -> str:
+    """Counted from 1, as people do; the JSON counts from 0."""
+    if not one.startups:
+        return ""
+    shown = ", ".join(str(number + 1) for number in one.startups[:_SHOWN_LINES])
+    more = f" and {len(one.startups) - _SHOWN_LINES} more" if len(one.startups) > _SHOWN_LINES else ""
+    return f" in start{'s' if len(one.startups) > 1 else ''} {shown}{more}"
 
 
 def _captures(captures: Sequence[CaptureReport]) -> list[RenderableType]:
@@ -153,7 +163,7 @@ def _buckets(report: CaptureReport) -> Table:
 def _prefills(stats: ReplayStats) -> str:
     hit = NA if stats.hit_rate is None else f"{100 * stats.hit_rate:.1f} % replayed"
     padded = "" if stats.padded_share is None else f", {100 * stats.padded_share:.1f} % of their rows are padding"
-    why = "; ".join(f"{number:,} eager: {REASONS[reason]}" for reason, number in stats.eager_by_reason.items())
+    why = "; ".join(f"{number:,} eager {REASONS[reason]}" for reason, number in stats.eager_by_reason.items())
     return f"prefills: {stats.batches:,} ({hit}{padded}){'; ' + why if why else ''}"
 
 

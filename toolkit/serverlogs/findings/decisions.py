@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.serverlogs.events import DisableLine
-from toolkit.serverlogs.findings.facts import Facts, between, labels, listed, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, between, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.guards import guard_of
 from toolkit.serverlogs.versions import with_rule
 
 _GATE = "https://github.com/sgl-project/sglang/pull/31204"
@@ -61,6 +62,15 @@ def disabled_by_rule(facts: Facts) -> Iterator[Finding]:
             labels(ranks),
         )
     yield from _only_an_echo(facts)
+    yield from _vllm_eager(facts)
+
+
+def _vllm_eager(facts: Facts) -> Iterator[Finding]:
+    start = facts.startup.start
+    if start is None or start.engine != "vllm" or facts.argument("enforce_eager") is not True:
+        return
+    message = "Every CUDA graph was turned off: by hand, enforce_eager."
+    yield Finding("DISABLED_BY_RULE", "info", message, (start.line,), "Leave it out to have graphs.")
 
 
 def _by_cause(disables: list[DisableLine]) -> list[list[DisableLine]]:
@@ -84,7 +94,7 @@ def _rule(line: DisableLine) -> str:
         return f"a default for {line.cause}; naming a backend skips it"
     if line.code == "flag":
         return f"by hand, {line.cause}"
-    return f"{line.cause}; a backend named by hand does not change this"
+    return f"{line.cause}; naming a backend does not skip this check"
 
 
 def _releases(line: DisableLine, facts: Facts) -> str:
@@ -103,7 +113,8 @@ def _what_to_do(line: DisableLine) -> str:
         return "Leave the flag out to have the graph."
     if line.code == "all_graphs":
         return "Choose another attention or expert backend, or leave that mode; graphs come back with it."
-    return "Nothing to set: the model or its configuration cannot be captured in this release. Plan for eager prefill."
+    guard = guard_of(line.words)
+    return guard.advice if guard is not None else "Change what the line names, or plan for eager prefill."
 
 
 def _echoes(facts: Facts, lines: list[DisableLine]) -> list[DisableLine]:
@@ -119,11 +130,10 @@ def _only_an_echo(facts: Facts) -> Iterator[Finding]:
         return
     ranks = [line.rank.label for line in echoes]
     words = {each.begin.word for each in facts.startup.captures if each.begin is not None} - {"CUDA"}
-    flag = facts.switched_off
+    flag, device = facts.switched_off, min(words, default=None)
     if flag is not None:
         why, advice = f"by hand, {flag}", "Leave the flag out to have the graph."
-    elif words:
-        device = words.pop()
+    elif device is not None:
         why = f"the device is {device}, not CUDA, where releases turn it off by default without a word"
         advice = f"Nothing is wrong: prefill graphs are for CUDA. {_NAME_IT} is untested on {device}."
     else:
@@ -135,7 +145,7 @@ def _only_an_echo(facts: Facts) -> Iterator[Finding]:
         )
     yield Finding(
         "DISABLED_BY_RULE",
-        "info" if flag is not None or words else "warning",
+        "info" if flag is not None or device is not None else "warning",
         f"The prefill graph was turned off in the configuration{of_ranks(ranks)}: {why}.",
         tuple(line.line for line in echoes),
         advice,
@@ -159,7 +169,7 @@ def explicit_backend_ignored(facts: Facts) -> Iterator[Finding]:
             "warning",
             f"The backend {asked} was named, yet the prefill graph is off{of_ranks(ranks)}: {first.cause}.",
             (facts.startup.start.line, *(line.line for line in lines)),
-            "Checks at run time hold for named backends too. Plan for eager prefill, or change what the check names.",
+            f"Such checks hold for named backends too. {_what_to_do(first)}",
             None,
             labels(ranks),
         )
@@ -181,8 +191,7 @@ def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
         severity, why = "info", "builds of that time captured prefill graphs only with --enable-piecewise-cuda-graph"
         advice = "Use a newer release, which captures them by default."
     else:
-        severity, why = "warning", _candidates(facts)
-        advice = f"Name a backend ({_NAME_IT}): what then stops it prints a line."
+        severity, why, advice = _silent(facts)
     flag = facts.switched_off
     if flag is not None:
         severity, why, advice = "info", f"asked for by {flag}", "Leave the flag out to have the graph."
@@ -195,11 +204,12 @@ def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _candidates(facts: Facts) -> str:
-    found = []
-    if facts.argument("disaggregation_mode") in ("decode", "prefill"):
-        found.append(f"the {facts.argument('disaggregation_mode')} role of disaggregation does it silently")
-    if facts.startup.start is None:
-        found.append("the arguments are not in this log")
-    silent = "silent rules are PD roles and, on tc_piecewise, about twenty features"
-    return listed([*found, silent])
+def _silent(facts: Facts) -> tuple[str, str, str]:
+    """Severity, cause and advice where a rule prints nothing: the role of a disaggregated server, or not known."""
+    role = facts.argument("disaggregation_mode")
+    if role in ("decode", "prefill"):
+        why = f"the {role} role of a disaggregated server turns it off silently"
+        return "info", why, f"Nothing, unless this server is to prefill; then name a backend ({_NAME_IT})."
+    shown = "" if facts.startup.start is not None else "; the arguments are not in this log"
+    why = f"rules that print nothing are PD roles and, on tc_piecewise, about twenty features{shown}"
+    return "warning", why, f"Name a backend ({_NAME_IT}): what then stops it prints a line."

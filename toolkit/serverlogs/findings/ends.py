@@ -6,49 +6,55 @@ import re
 from collections.abc import Iterator
 
 from toolkit.serverlogs.events import ErrorLine
-from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks, quoted
+from toolkit.serverlogs.findings.facts import Facts, gib, labels, listed, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import Capture, Startup
 
 _ALMOST_NONE_GIB = 0.1
 # What the words of a failure mean, the most particular first, and what to do.
-_KINDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
+_KINDS: tuple[tuple[re.Pattern[str], str, str, str | None], ...] = (
     (
         re.compile(r"memory[_ ]?saver", re.IGNORECASE),
         "the memory saver cannot be combined with breakable prefill graphs",
         "Leave out --enable-memory-saver, or turn the prefill graph off.",
+        None,
     ),
     (
         re.compile(r"INTERNAL ASSERT|CachingAllocator|captures_underway|private pool", re.IGNORECASE),
         "an assertion in PyTorch's allocator",
         "A lower fraction does not help. Turn the prefill graph off for this model, or use another release.",
+        "https://github.com/sgl-project/sglang/issues/35437",
     ),
     (
         re.compile(
             r"compil|nvcc|ninja|ptxas|nvrtc|triton|inductor|dynamo|\bJIT\b|cpp_extension|CalledProcessError|cutlass",
             re.IGNORECASE,
         ),
-        "kernels could not be compiled",
-        "A lower fraction does not help. Install the matching compiler or the precompiled kernels.",
+        "the model or its kernels could not be compiled",
+        "A lower fraction does not help. Install the matching compiler or precompiled kernels, or turn the "
+        "prefill graph off.",
+        None,
     ),
     (
         re.compile(r"CUBLAS|illegal memory access|device-side assert|index out of (?:range|bounds)", re.IGNORECASE),
         "a kernel failed, as it does when a bucket is longer than the context",
         "Keep the largest bucket within the context length, or turn the prefill graph off.",
+        "https://github.com/ai-dynamo/dynamo/pull/8609",
     ),
     (
         re.compile(r"numel|number of elements|expanded size|shape|size mismatch|must match", re.IGNORECASE),
         "an assertion about element counts",
         "A lower fraction does not help. Turn the prefill graph off for this model, or use another release.",
+        None,
     ),
 )
-_OTHER = "a failure that does not speak of memory", "A lower fraction does not help; the message says what does."
-_CONTEXT = "https://github.com/ai-dynamo/dynamo/pull/8609"
+_OTHER = "a failure that does not speak of memory", "A lower fraction does not help; the message says what does.", None
+_LONG_COMPILATION = "https://github.com/sgl-project/sglang-omni/issues/1194"
 
 
 def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
     """A capture failed, and not for want of memory, whatever the server's hint says."""
-    failed = [each for each in facts.startup.captures if each.outcome == "failed"]
+    failed = [each for each in facts.startup.captures if each.outcome == "failed" and _says_why(each)]
     for role, phase in dict.fromkeys((each.role, each.phase) for each in failed):
         group = [each for each in failed if (each.role, each.phase) == (role, phase)]
         words = " | ".join(_words(each) for each in group)
@@ -66,9 +72,41 @@ def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
         )
 
 
+# Words of an end that name no cause; the cause stands before or after them.
+_ENDS = ("SchedulerException", "ChildDied", "EngineFailed")
+# What a line may have been about to say when the log was cut inside it.
+_COMPLETE = (
+    "Traceback (most recent call last):",
+    "CUDA error: out of memory",
+    "CUDA out of memory",
+    "Not enough memory. Please try to increase",
+)
+
+
+def _says_why(capture: Capture) -> bool:
+    causes = [error for error in capture.errors if error.kind not in _ENDS and not _is_cut(error.message)]
+    return capture.failed is not None or bool(causes)
+
+
+def _is_cut(message: str) -> bool:
+    """Whether a message ends where another one, of another meaning, may have gone on."""
+    said = message.rstrip()
+    _, colon, rest = said.partition(": ")
+    return said.endswith((":", "exception")) or (bool(colon) and any(words.startswith(rest) for words in _COMPLETE))
+
+
+def _stops_in_traceback(startup: Startup) -> bool:
+    """The last thing said is that a traceback follows: why the server failed is in what is missing."""
+    last = max((error for error in startup.errors), key=lambda error: error.line, default=None)
+    if last is None or not _is_cut(last.message):
+        return False
+    return all(each.line <= last.line for each in (*startup.ooms, *startup.failures))
+
+
 def _words(capture: Capture) -> str:
     parts = [capture.failed.message] if capture.failed else []
-    return " | ".join([*parts, *(error.message for error in capture.errors)])
+    causes = [error.message for error in capture.errors if error.kind not in _ENDS]
+    return " | ".join([*parts, *causes])
 
 
 def _failure_lines(capture: Capture) -> tuple[int, ...]:
@@ -77,17 +115,17 @@ def _failure_lines(capture: Capture) -> tuple[int, ...]:
 
 
 def _kind(words: str, facts: Facts) -> tuple[str, str, str | None]:
-    found = next(((kind, advice) for pattern, kind, advice in _KINDS if pattern.search(words)), _OTHER)
-    kind, advice = found
+    matching = [(kind, advice, source) for pattern, kind, advice, source in _KINDS if pattern.search(words)]
+    kind, advice, source = matching[0] if matching else _OTHER
     if "context" not in kind:
-        return kind, advice, None
+        return kind, advice, source
     context = facts.argument("context_length")
     largest = max(
         (bucket for each in facts.captures for bucket in each.buckets or () if each.phase == "prefill"), default=0
     )
     if isinstance(context, int) and 0 < context < largest:
         kind = f"a kernel failed, and the largest bucket ({largest}) is longer than the context ({context})"
-    return kind, advice, _CONTEXT
+    return kind, advice, source
 
 
 def _but_little_was_free(group: list[Capture]) -> str:
@@ -102,14 +140,16 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
     """The server ended with an error that no other finding explains."""
     startup = facts.startup
     fatal = [error for error in startup.errors if error.fatal]
-    explained = startup.ooms or any(each.outcome == "failed" for each in startup.captures)
+    failed = [each for each in startup.captures if each.outcome == "failed"]
+    explained = startup.ooms or any(_says_why(each) for each in failed) or _stops_in_traceback(startup)
     if not fatal or explained or any(error.kind == "NotEnoughMemory" for error in fatal):
         return
     cause = _cause(startup, fatal[0])
+    when = f"while the {failed[0].role} {failed[0].phase} graph was captured" if failed else "outside of any capture"
     yield Finding(
         "SERVER_FAILED",
         "error",
-        f"The server ended, and no capture was running: {quoted(cause.message)}.",
+        f"The server ended {when}: {quoted(cause.message)}.",
         tuple(dict.fromkeys((cause.line, *(error.line for error in fatal)))),
         "Read the traceback above that line; if there is none, look at the host's memory and the container's limits.",
     )
@@ -156,7 +196,7 @@ def _still(facts: Facts, captures: list[Capture]) -> Iterator[Finding]:
         tuple([*([bar.line] if bar else []), *(line.line for line in words)][:20]),
         "Look for nvcc, cicc, ptxas or cc1plus at full CPU before ending it; the bar's prediction means nothing yet. "
         f"{_FROM_FIELD} Keep MAX_JOBS small where host memory is.",
-        None,
+        _LONG_COMPILATION,
         labels(ranks),
     )
 
@@ -189,6 +229,9 @@ def _was(capture: Capture) -> Iterator[Finding]:
 def log_incomplete(facts: Facts) -> Iterator[Finding]:
     """The log has no end of this start, or not its beginning."""
     startup = facts.startup
+    if _stops_in_traceback(startup):
+        message = "The log stops inside a traceback: why the server failed is in what is missing."
+        yield Finding("LOG_INCOMPLETE", "info", message, (startup.last_line,), "Give the rest of the log as well.")
     if _has_failed(startup):
         return
     if startup.ready or startup.limits or startup.prefills.batches:
@@ -202,7 +245,7 @@ def log_incomplete(facts: Facts) -> Iterator[Finding]:
     begun = ""
     if open_captures:
         what = ", ".join(dict.fromkeys(f"{each.role} {each.phase}" for each in open_captures))
-        begun = f": the {what} capture has no end{of_ranks(ranks)}"
+        begun = f": the {what} capture has no end{of_ranks(ranks)}{_of_how_many(startup, ranks)}"
     if facts.followed:
         message = f"This start ends without an error{begun}, and another one follows: it was ended from outside."
         advice = "Look at time-outs and liveness probes, the host's memory and the container's limits."
@@ -218,6 +261,17 @@ def log_incomplete(facts: Facts) -> Iterator[Finding]:
         None,
         labels(ranks) if ranks else (),
     )
+
+
+def _of_how_many(startup: Startup, ranks: list[str]) -> str:
+    """Ranks that the log names, and those that it must have but does not name."""
+    seen = {rank for rank in startup.ranks if rank.named}
+    if len(seen) <= len(set(ranks)):
+        return ""
+    numbers = {rank.tp for rank in seen if rank.tp is not None and rank.dp is rank.pp is None}
+    silent = sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+    unseen = f"; {listed(f'TP{number}' for number in silent)} not in the log" if silent else ""
+    return f" ({len(set(ranks))} of {len(seen)} ranks{unseen})"
 
 
 def _incomplete(message: str, line: int) -> Finding:

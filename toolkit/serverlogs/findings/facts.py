@@ -11,7 +11,7 @@ from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.replay import ReplayStats
-from toolkit.serverlogs.startup import Startup
+from toolkit.serverlogs.startup import Capture, Startup
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Facts:
         return "--cuda-graph-backend-prefill=disabled" if off else None
 
     @property
+    def flags(self) -> dict[str, str]:
+        """The flags of this build for `prefill` and `decode` ceilings, and `buckets` for the prefill list itself."""
+        return _OLD_FLAGS if any(_is_old(each) for each in self.startup.captures) else _FLAGS
+
+    @property
     def mla(self) -> bool:
         """Whether the KV pool is that of an MLA model: one size for K and V together."""
         pools = [pool for log in self.startup.ranks.values() for pool in log.kv_pools if not pool.after_capture]
@@ -71,6 +76,24 @@ class Facts:
     def ledger_of(self, rank: str) -> RankLedger | None:
         """The memory of one rank."""
         return next((ledger for ledger in self.ledgers if ledger.rank == rank), None)
+
+
+_FLAGS = {
+    "prefill": "--cuda-graph-max-bs-prefill",
+    "decode": "--cuda-graph-max-bs-decode",
+    "buckets": "--cuda-graph-bs-prefill",
+}
+_OLD_FLAGS = {
+    "prefill": "--piecewise-cuda-graph-max-tokens",
+    "decode": "--cuda-graph-max-bs",
+    "buckets": "--piecewise-cuda-graph-tokens",
+}
+
+
+def _is_old(capture: Capture) -> bool:
+    """Builds up to about June 2026, by their wording; a failed capture that only bars tell of is taken for theirs."""
+    said = capture.end or capture.begin
+    return said.wording == "old" if said is not None else capture.skip is None
 
 
 Check = Callable[[Facts], Iterable[Finding]]
@@ -108,11 +131,12 @@ def quoted(words: str, most: int = 200) -> str:
 
 
 def gib(value: float) -> str:
-    """`1.71 GiB`."""
-    return f"{value:.2f} GiB"
+    """`1.71 GiB`; what would read as nothing in MiB, `2.0 MiB`."""
+    return f"{value * 1024:.1f} MiB" if 0 < abs(value) < 0.01 else f"{value:.2f} GiB"
 
 
 def between(values: Iterable[float]) -> str:
     """`2.05 GiB`, or `2.05 to 2.28 GiB` over ranks."""
     found = sorted(values)
-    return gib(found[0]) if f"{found[0]:.2f}" == f"{found[-1]:.2f}" else f"{found[0]:.2f} to {gib(found[-1])}"
+    least, most = gib(found[0]), gib(found[-1])
+    return least if least == most else f"{least.removesuffix(' GiB')} to {most}"

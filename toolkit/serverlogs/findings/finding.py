@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ class Finding:
         }
 
 
-def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The most serious first, then by line, each once."""
     unique = dict.fromkeys(findings)
     return tuple(sorted(unique, key=lambda one: (-SEVERITIES.index(one.severity), one.line or 0, one.code)))

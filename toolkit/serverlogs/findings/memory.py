@@ -12,9 +12,12 @@ from toolkit.serverlogs.findings.room import lower_ceiling, lower_fraction, miss
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
-_FIRST_PAYS = "https://github.com/sgl-project/sglang/pull/14476"
-_CEILING_FLAGS = {"prefill": "--cuda-graph-max-bs-prefill", "decode": "--cuda-graph-max-bs-decode"}
-_OLD_CEILING_FLAGS = {"prefill": "--piecewise-cuda-graph-max-tokens", "decode": "--cuda-graph-max-bs"}
+_MUCH_GIB = 1.0
+_CASES = {
+    "allocator": "https://github.com/sgl-project/sglang/pull/14476",
+    "driver": "https://github.com/sgl-project/sglang/pull/39713",
+}
+_WHILE_SERVING = "https://github.com/sgl-project/sglang-omni/pull/1528"
 
 
 def oom_in_capture(facts: Facts) -> Iterator[Finding]:
@@ -24,7 +27,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
         if capture.outcome == "oom" and capture.oom is not None:
             groups.setdefault((capture.role, capture.phase), []).append((capture, report))
     for (role, phase), failed in groups.items():
-        capture, report = max(failed, key=lambda each: len(each[1].series))
+        report = max((each for _, each in failed), key=lambda each: len(each.series))
         ooms = [each.oom for each, _ in failed if each.oom is not None]
         ranks = [each.rank.label for each, _ in failed]
         bars = [each.last_bar.line for each, _ in failed if each.last_bar is not None]
@@ -34,8 +37,8 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
-            _make_room(facts, capture, report, ooms[0]),
-            _FIRST_PAYS if phase == "prefill" else None,
+            _make_room(facts, report, ooms[0]),
+            _CASES[ooms[0].source] if phase == "prefill" else None,
             labels(ranks),
         )
 
@@ -59,12 +62,13 @@ def _who(oom: OutOfMemory) -> str:
     return f"PyTorch's allocator failed{tried}{free}"
 
 
-def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOfMemory) -> str:
+def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     missing = missing_gib(report, oom.tried_gib, oom.free_gib)
+    if facts.startup.engine == "vllm":
+        least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
+        return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
     ceiling = lower_ceiling(report)
-    old = capture.begin is None or capture.begin.wording == "old"
-    flags = _CEILING_FLAGS if not old else _OLD_CEILING_FLAGS
-    flag = flags["prefill" if report.phase == "prefill" else "decode"]
+    flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
     if missing is not None:
         least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder
@@ -75,19 +79,21 @@ def _make_room(facts: Facts, capture: Capture, report: CaptureReport, oom: OutOf
         parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
     else:
         parts.append(f"Lower the ceiling ({flag}), not the number of small buckets.")
-    return " ".join([*parts, _fraction_words(facts, facts.ledger_of(report.rank), missing)])
+    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), missing)])
 
 
 def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
+    if facts.startup.engine == "vllm":
+        return "lower gpu_memory_utilization."
     fraction = facts.argument("mem_fraction_static")
     lowered = lower_fraction(fraction, ledger, missing)
     if lowered is not None:
-        return f"Or lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
+        return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
     if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
         worth = 0.01 * ledger.baseline_gib
-        return f"Or lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
+        return f"lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
     lacking = "server_args" if not isinstance(fraction, float) else "Load weight begin"
-    return f"Or lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
+    return f"lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
 
 
 def oom_after_capture(facts: Facts) -> Iterator[Finding]:
@@ -102,18 +108,26 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
-        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger)}",
+        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
-        f"Capturing was not the failure. {_fraction_words(facts, ledger, missing)} A smaller chunked_prefill_size "
-        "lowers what an eager prefill needs.",
-        None,
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
+        "chunked_prefill_size takes less for an eager prefill.",
+        _WHILE_SERVING,
         labels(ranks),
     )
 
 
-def _eater(facts: Facts, ledger: RankLedger | None) -> str:
+def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
+    """What took the memory: serving itself, where much was free after the captures, else the largest owner."""
     if ledger is None:
         return "What holds the memory is n/a: the log has no memory figures of that start."
+    left = ledger.free_at_end_gib
+    since = left - oom.free_gib if left is not None and oom.free_gib is not None else 0.0
+    if left is not None and since > max(_MUCH_GIB, left / 2):
+        return (
+            f"{gib(left)} were free after the captures, so serving took {gib(since)} since then: activations of eager "
+            "prefills, caches outside the KV pool, or another process."
+        )
     owners = {"the KV pool": (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0)}
     for report in facts.captures:
         if report.rank == ledger.rank and report.mem_usage_gib is not None:

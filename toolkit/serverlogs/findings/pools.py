@@ -30,6 +30,13 @@ def kv_unchanged(one: Facts, other: Facts, where: str) -> Iterator[Finding]:
     trimmed_ladder = (few.n_buckets or 0) < (many.n_buckets or 0)
     if len(fractions) > 1 or not trimmed_ladder or full.kv_cache_tokens != trimmed.kv_cache_tokens:
         return
+    pinned = one.argument("max_total_tokens") is not None or other.argument("max_total_tokens") is not None
+    if (
+        pinned
+        or not _alike(full.weights_gib, trimmed.weights_gib)
+        or not _alike(full.baseline_gib, trimmed.baseline_gib)
+    ):
+        return  # another model or another card, or a pool that was given in tokens
     if full.free_at_end_gib is None or trimmed.free_at_end_gib is None:
         return
     freed = trimmed.free_at_end_gib - full.free_at_end_gib
@@ -43,6 +50,10 @@ def kv_unchanged(one: Facts, other: Facts, where: str) -> Iterator[Finding]:
         tuple(sorted({*many.lines[:1], *few.lines[:1]})),
         _raise_fraction(freed, fractions, trimmed),
     )
+
+
+def _alike(first: float | None, second: float | None) -> bool:
+    return first is None or second is None or abs(first - second) <= 0.02 * max(first, second)
 
 
 def _shape(facts: Facts) -> tuple[CaptureReport, RankLedger] | None:

@@ -40,10 +40,14 @@ def peak_above_printed_usage(facts: Facts) -> Iterator[Finding]:
 
 def negative_usage(facts: Facts) -> Iterator[Finding]:
     """More memory was free after a capture than before: somebody else's, for free memory is the whole device's."""
-    found = [(each.rank, f"{each.role} {each.phase}", each.mem_usage_gib, each.lines) for each in facts.captures]
+    found = [
+        (each.rank, f"{each.role} {each.phase}", each.mem_usage_gib, each.lines)
+        for each in facts.captures
+        if each.phase != "all"
+    ]
     for log in facts.startup.ranks.values():
         if log.vllm.pool is not None:
-            found.append((log.rank.label, "graph pool", log.vllm.pool.actual_gib, (log.vllm.pool.line,)))
+            found.append((log.rank.label, "whole graph", log.vllm.pool.actual_gib, (log.vllm.pool.line,)))
     for rank, what, used, lines in found:
         if used is None or used >= 0:
             continue

@@ -106,7 +106,7 @@ _MOST_LINES = 1_000
 def _both(first: Finding, second: Finding) -> Finding:
     return replace(
         first,
-        lines=(*first.lines, *second.lines)[:_MOST_LINES],
+        lines=tuple(sorted({*first.lines, *second.lines}))[:_MOST_LINES],
         ranks=tuple(dict.fromkeys((*first.ranks, *second.ranks))),
         startups=(*first.startups, *second.startups),
     )

@@ -70,7 +70,7 @@ def lower_fraction(fraction: object, ledger: RankLedger | None, missing: float |
     if not isinstance(fraction, float) or ledger is None or not ledger.baseline_gib or missing is None:
         return None
     lowered = fraction - (missing + _RESERVE_GIB) / ledger.baseline_gib
-    return math.floor(lowered * 1000) / 1000 if lowered > 0 else None
+    return math.floor(lowered * 1000 + 1e-6) / 1000 if lowered > 0 else None
 
 
 def _ladder(report: CaptureReport) -> tuple[int, ...]:

@@ -12,9 +12,12 @@ from toolkit.serverlogs.replay import REASONS, LengthRow, ReplayStats
 
 _ENOUGH_TO_JUDGE, _ENOUGH_FOR_UNUSED = 20, 200
 _LARGE_SHARE, _UNUSED_SHARE = 0.1, 0.1
-_TWICE = "https://github.com/sgl-project/sglang/pull/31487"
-_CEILING = "--cuda-graph-max-bs-prefill"
-_LIST = "--cuda-graph-bs-prefill"
+_LEAST_CHUNK = 1024
+_SOURCES = {
+    "too_short": "https://github.com/sgl-project/sglang/pull/31487",
+    "too_long": "https://github.com/sgl-project/sglang-omni/pull/1398",
+}
+_FROM_TRAFFIC = "https://github.com/sgl-project/sglang-omni/pull/1900"
 
 
 def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
@@ -40,8 +43,15 @@ def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
         f"The largest bucket, {largest} tokens, is under the chunk of {chunk}: longer chunks run eager, and their "
         f"memory is needed beside the graphs; {why}.",
         tuple(lines),
-        f"Set both to one step of the ladder: {_CEILING} {chunk}, or chunked_prefill_size {largest}.",
+        _one_step(facts, largest, chunk),
     )
+
+
+def _one_step(facts: Facts, largest: int, chunk: int) -> str:
+    """Ceiling and chunk on one step of the ladder; a chunk of a few tokens is no advice."""
+    ways = [f"{facts.flags['prefill']} {chunk}"] if chunk in generate_prefill_buckets(chunk) else []
+    ways += [f"chunked_prefill_size {largest}"] if largest >= _LEAST_CHUNK or not ways else []
+    return f"Set both to one step of the ladder: {' or '.join(ways)}."
 
 
 def ladder_unused(facts: Facts) -> Iterator[Finding]:
@@ -54,6 +64,7 @@ def ladder_unused(facts: Facts) -> Iterator[Finding]:
     if len(stats.unused_buckets) < _UNUSED_SHARE * count or not used:
         return
     capture = first_prefill(facts.startup)
+    flags = facts.flags
     cost = _cost(facts, len(stats.unused_buckets))
     yield Finding(
         "LADDER_UNUSED",
@@ -61,8 +72,9 @@ def ladder_unused(facts: Facts) -> Iterator[Finding]:
         f"{len(stats.unused_buckets)} of {count} buckets were not used by {stats.replayed:,} replayed prefills; the "
         f"largest used is {used[-1]} tokens{cost}.",
         tuple(capture.lines[:1] if capture else ()) + tuple(row.first_line for row in stats.rows[:1]),
-        f"A shorter list ({_LIST}) starts faster; a lower ceiling ({_CEILING} {used[-1]}) gives memory back, if longer "
-        "prefills do not come.",
+        f"A shorter list ({flags['buckets']}) starts faster; a lower ceiling ({flags['prefill']} {used[-1]}) gives "
+        "memory back, if longer prefills do not come.",
+        _FROM_TRAFFIC,
     )
 
 
@@ -90,7 +102,7 @@ def eager_prefills(facts: Facts) -> Iterator[Finding]:
         f"{stats.eager:,} of {told:,} prefills ({100 * share:.1f} %) ran eager: {'; '.join(parts)}.",
         tuple(sorted(row.first_line for row in rows)[:20]),
         _advice(facts, stats, rows),
-        _TWICE if "too_short" in stats.eager_by_reason else None,
+        _SOURCES.get(_by_count(stats)[0][0]),
     )
 
 
@@ -99,17 +111,16 @@ def _by_count(stats: ReplayStats) -> list[tuple[str, int]]:
 
 
 def _advice(facts: Facts, stats: ReplayStats, rows: list[LengthRow]) -> str:
-    reason = _by_count(stats)[0][0]
+    reason, flags = _by_count(stats)[0][0], facts.flags
     lengths = [row.tokens for row in rows if row.reason == reason]
     if reason == "too_long":
-        chunk = f", the chunk ({facts.chunk})" if facts.chunk is not None else ""
+        chunk = f" (the chunk is {facts.chunk})" if facts.chunk is not None else ""
         return (
-            f"Raise the ceiling ({_CEILING}) to {max(lengths)} tokens or more{chunk}; check with a plan that it fits."
+            f"Raise the ceiling ({flags['prefill']}) to at least {max(lengths)} tokens{chunk}; a plan says if it fits."
         )
     if reason == "too_short":
-        return (
-            f"Harmless if rare. If not, add buckets from {min(lengths)} tokens on ({_LIST}): each costs little memory."
-        )
+        start = f"add buckets from {min(lengths)} tokens on ({flags['buckets']})"
+        return f"Harmless if rare. If not, {start}: each costs little memory."
     if reason == "other":
         return "Look at cached prefixes, images, logprobs and hidden states: they can keep a prefill out of the graphs."
     if reason == "no_graph":
