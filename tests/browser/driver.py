@@ -237,6 +237,9 @@ _DRAWN = """ladder => {
 }"""
 
 _UPDATE_MS = """async changes => {
+    // The rows that change at once: a forecast that arrives in between is no answer to this change.
+    const rows = () => [...document.querySelectorAll('.plab-preview tr')].filter(row =>
+        /^(memory fraction|policy )/.test(row.innerText)).map(row => row.innerText.slice(0, 30)).join();
     const preview = document.querySelector('.plab-preview'), times = [];
     const policies = document.querySelectorAll('.plab-policy button');
     const handle = document.querySelector('.plab-fraction .noUi-handle');
@@ -244,7 +247,8 @@ _UPDATE_MS = """async changes => {
     for (let number = 0; number < changes; number++) {
         const start = performance.now();
         await new Promise(done => {
-            const seen = new MutationObserver(() => { seen.disconnect(); done(); });
+            const before = rows();
+            const seen = new MutationObserver(() => { if (rows() !== before) { seen.disconnect(); done(); } });
             seen.observe(preview, {childList: true, characterData: true, subtree: true});
             number < changes / 2 ? policies[number % 2].click() : press(number % 2 ? 'ArrowLeft' : 'ArrowRight');
         });

@@ -15,6 +15,9 @@ def test_pick_capture_see_cancel_and_find_again(lab: LabPage, app: Server) -> No
     lab.says("preview", "skips, and prefill runs eager")
     lab.choose("policy", "today (August 2026)")
     lab.says("preview", "captures: capture is always attempted")
+    lab.says("verdicts", "ungated (chosen)")
+    # The forecast of the toolkit's own engine arrives by itself, on a thread.
+    lab.until("/budgeted\\s+✓ captures 22 buckets/.test(document.querySelector('.plab-verdicts').innerText)")
     assert lab.cut_off() == []
 
     # The ladder that is there at first is a long one.
@@ -33,6 +36,15 @@ def test_pick_capture_see_cancel_and_find_again(lab: LabPage, app: Server) -> No
     lab.says("verdict", "Captured: 2 buckets")
     lab.draws([8, 32])
     assert lab.nameless_controls() == []
+
+    lab.part("policy-b").locator("select").select_option(label="old gate (July 2026)")
+    lab.press("run-both")
+    lab.says("message", "picked twice")
+    lab.part("policy-b").locator("select").select_option(label="budgeted")
+    lab.press("run-both")
+    lab.says("verdict", "A: Skipped")
+    lab.says("verdict", "B: Captured: 2 buckets")
+    lab.idle()
 
     lab.page.reload(wait_until="domcontentloaded")  # a page of Voila is a kernel of its own
     lab.shown()

@@ -222,7 +222,9 @@ def test_a_closed_lab_is_freed_with_its_widgets(runs_dir: Path) -> None:
     state = weakref.ref(made.state)
     made.close()
     del made
-    until(lambda: gc.collect() is not None and state() is None)  # a thread that draws may hold it a moment longer
+    # A thread that draws or foresees may hold it longer: the first forecast imports torch.
+    until(lambda: all(thread.name != "lab-painter" for thread in threading.enumerate()), 60)
+    until(lambda: gc.collect() is not None and state() is None)
     assert Lab(device="cpu").view is not None  # what was closed was that Lab's alone
 
 
@@ -250,6 +252,72 @@ def test_auto_moves_the_fraction_and_a_hand_on_it_ends_auto(lab: Make) -> None:
 def test_what_has_no_control_is_kept(lab: Make) -> None:
     state = lab(prompt="The capital of France is", seed=3)
     assert state.settings.prompt == "The capital of France is" and state.settings.seed == 3
+
+
+def test_two_policies_run_side_by_side_under_the_same_settings(lab: Make) -> None:
+    state = lab(seed=3)
+    state.capture_pair("gated", "budgeted")
+    assert "two captures asked for (gated, then budgeted)" in state.message and state.activity.waiting == 1
+    state.wait(60)
+    assert state.record is not None and state.other is not None
+    assert [run.settings["policy"] for run in (state.record, state.other)] == ["gated", "budgeted"]
+    assert {**state.record.settings, "policy": ""} == {**state.other.settings, "policy": ""}
+    assert state.runs == (state.other, state.record)
+    assert (state.first_policy, state.second_policy) == ("gated", "budgeted")
+
+
+def test_the_same_policy_twice_is_refused_and_nothing_runs(lab: Make) -> None:
+    state = lab()
+    for pair in (("gated", "gated"), ("gated", "nonsense")):
+        with pytest.raises(InvalidInput, match=r"picked twice|nonsense"):
+            state.capture_pair(*pair)
+    assert not state.activity.running and state.runs == ()
+
+
+def test_a_pair_that_is_cleared_shows_nothing_when_it_ends(lab: Make) -> None:
+    state = lab("until_cancelled")
+    state.capture_pair("ungated", "capture_first")
+    until(lambda: state.record is not None and state.record.buckets)
+    state.clear()
+    state.cancel()
+    state.wait(30)
+    assert state.record is None and state.other is None and len(state.runs) == 1
+
+
+def test_reserve_and_later_need_are_controls_and_settings(lab: Make) -> None:
+    state = lab(reserve_gib=0.25, post_capture_gib=1)
+    assert (state.reserve, state.later) == ("0.25", "1.0")
+    state.pick(post_capture_mib_per_1k=5.3, longest_prompt=98304)
+    # 1 GiB and 5.3 MiB x 96 of 1024 tokens.
+    assert state.settings.post_capture_need_gib == pytest.approx(1 + 5.3 * 96 / 1024)
+    state.pick(reserve_gib=None)
+    assert state.reserve == "" and state.settings.reserve_gib is None
+
+
+@pytest.mark.parametrize("policy", ["budgeted", "capture_first"])
+def test_what_is_foreseen_is_what_a_run_measures(policy: str, runs_dir: Path) -> None:
+    tight = {"device_memory_gib": 0.6, "mem_fraction": 0.9, "buckets": (8, 512)}
+    state = LabState(device="cpu", policy=policy, **tight)
+    assert state.preview is not None and not state.preview.foreseen
+    seen = state.foresee().verdicts[policy]
+    assert state.preview.foreseen and seen.kind == {"budgeted": "trimmed", "capture_first": "captured"}[policy]
+    state.capture()
+    record = state.wait(300)
+    state.close()
+    assert record is not None and record.outcome == "captured"
+    assert seen.kv_tokens == record.kv_cache_tokens and list(seen.trimmed) == record.trimmed
+    assert record.decision is not None and record.decision["reason"] in record.reason
+
+
+def test_a_forecast_follows_the_controls_and_stays_for_another_policy(runs_dir: Path) -> None:
+    state = LabState(device="cpu", buckets=(8, 32))
+    assert state.foresee().foreseen
+    state.pick(policy="budgeted")
+    assert state.preview.foreseen and state.preview.skips is False
+    state.pick(reserve_gib=0.125)
+    assert not state.preview.foreseen and state.preview.skips is None
+    state.change(model="somebody/something")
+    assert "no forecast" in state.foresee().verdicts["budgeted"].words
 
 
 def test_fifty_captures_cancelled_at_random_moments_leave_nothing_behind(runs_dir: Path) -> None:

@@ -95,6 +95,22 @@ def test_an_unknown_device_memory_is_not_made_up() -> None:
     assert all("n/a" in text for text in (words.fraction, words.ladder, words.free, words.verdict))
 
 
+@pytest.mark.parametrize(("text", "names"), [("half", "'half'"), ("-1", "-1"), ("nan", "nan")])
+@pytest.mark.parametrize("control", ["reserve", "later"])
+def test_an_amount_that_is_none_is_one_line(control: str, text: str, names: str) -> None:
+    bad = shown(**{control: text})
+    assert bad.settings is None and names in bad.problem and "\n" not in bad.problem
+
+
+def test_the_reserve_is_told_with_where_it_comes_from() -> None:
+    # A tenth of 3.99 GiB; of 6 GiB it would be more than the half GiB that is the most.
+    assert shown(leave_exactly=True).reserve.startswith("0.40 GiB by default")
+    assert shown(leave_exactly=True, free_memory_gib=6.0).reserve.startswith("0.50 GiB by default")
+    assert "(forecast)" in shown().reserve
+    asked = shown(reserve="0.25", later="0.31").reserve
+    assert asked.startswith("0.25 GiB, as you ask") and "0.31 GiB declared to be needed later" in asked
+
+
 @given(
     fraction=st.one_of(st.just("auto"), st.floats(0.3, 0.98)),
     backend=st.sampled_from([kind.value for kind in Backend]),

@@ -70,6 +70,25 @@ def test_a_run_that_goes_on_says_so() -> None:
     )
 
 
+def test_a_run_that_trimmed_says_what_and_why() -> None:
+    trimmed = made_up_record(reason="2 of 9 buckets left out", trimmed=[1024, 2048], starved_gib=0.25)
+    html = panels.verdict_html(trimmed)
+    assert "2 of 9 buckets left out" in html and "Left out: 2 of 9 buckets (1024 to 2048 tokens)" in html
+    assert "lacks 0.25 GiB" in html
+    plain = panels.verdict_html(made_up_record())
+    assert "Left out" not in plain and "Needed later" not in plain
+
+
+def test_of_two_runs_both_verdicts_are_told() -> None:
+    html = panels.verdict_html(made_up_record(), made_up_record(outcome="skipped"))
+    assert "A: Captured" in html and "B: Skipped" in html
+
+
+def test_a_run_that_goes_on_says_what_was_decided() -> None:
+    live = running(made_up_record(decision={"reason": "1 of 8 buckets left out"}))
+    assert "1 of 8 buckets left out" in panels.verdict_html(live)
+
+
 def test_many_runs_are_counted_and_not_all_shown() -> None:
     html = panels.runs_html(tuple(made_up_record() for _ in range(60)), "runs")
     assert html.count("<tr>") == 51 and "10 older runs are not shown" in html

@@ -196,7 +196,8 @@ def preview(choice: Choice, total_mib: float | None, foresight: Foresight | None
     asked, exact = settings.free_memory_gib is not None, False
     if free_gib is not None and foresight is not None and foresight.free_gib is not None:
         free_gib, exact = foresight.free_gib, True
-        free_words = f"{free_gib:.3f} GiB (forecast, exact on this device: weights, KV pool and static buffers counted)"
+        amount = f"{free_gib:.3f} GiB" if free_gib >= 0 else f"none, {-free_gib:.3f} GiB are missing"
+        free_words = f"{amount} (forecast, exact on this device: weights, KV pool and static buffers counted)"
     moment = Moment(settings, sizes.buckets if sizes is not None else (), free_gib, asked, asked or exact)
     return Preview(
         settings,

@@ -25,7 +25,7 @@ POLICYLABELS = {
     "budgeted": "budgeted",
     "capture_first": "capture first",
 }
-_REST_S = 0.15
+_REST_S = 0.3
 """How long controls must rest before a forecast is made: it would share the interpreter with who moves them."""
 
 
@@ -76,16 +76,20 @@ def act_view(state: LabState) -> w.Widget:
 def _pair(state: LabState) -> w.Widget:
     """Two policies, and a button that runs both."""
     names = [(POLICYLABELS.get(name, name), name) for name in POLICIES]
-    first, second = (
-        w.Dropdown(options=names, description=f"Policy {letter}", style={"description_width": "64px"})
-        for letter in "AB"
-    )
-    for trait, dropdown in (("first_policy", first), ("second_policy", second)):
-        dropdown.layout = w.Layout(width="250px")
-        bind(state, trait, dropdown)
+
+    def dropdown(letter: str, trait: str) -> w.Widget:
+        made = w.Dropdown(
+            options=names,
+            description=f"Policy {letter}",
+            style={"description_width": "64px"},
+            layout=w.Layout(width="250px"),
+        )
+        bind(state, trait, made)
+        return named(made, f"policy-{letter.lower()}")
+
     tooltip = "Capture twice, under policy A and then B, with these settings; both are shown over each other"
     both = _button("Run both", "columns", "", tooltip, state.capture_pair, state)
-    parts = [named(first, "policy-a"), named(second, "policy-b"), both]
+    parts = [dropdown("A", "first_policy"), dropdown("B", "second_policy"), both]
     return w.HBox(parts, layout=w.Layout(flex_flow="row wrap", align_items="center"))
 
 

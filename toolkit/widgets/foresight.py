@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from toolkit.catalogue import load_config, resolve_model
@@ -48,9 +49,7 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
 
     from toolkit.forecast.own_traces import capture_traces
     from toolkit.prefill.build import NoMemoryForKV, planned_kv_tokens
-    from toolkit.prefill.devices.cpu import BACKING_STEP
     from toolkit.prefill.devices.meta import MetaDevice
-    from toolkit.prefill.elastic_kv import tokens_that_fit
     from toolkit.prefill.kv_pool import bytes_per_token
     from toolkit.runs.foretell import forecast_run
 
@@ -84,15 +83,12 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
     if not math.isfinite(whole.peak.mid):
         return Foresight(problem=whole.notes[-1], unforeseen=True)
     buckets = tuple(sorted(one.num_tokens for one in whole.buckets))
-    rows = [
-        layer.kv_heads * width * dtype.itemsize for layer in traces.geometry for width in (layer.k_dim, layer.v_dim)
-    ]
     return Foresight(
         ask=ask,
         buckets=buckets,
         kv_tokens=tokens,
         kv_gib=planned,
-        kv_fit=lambda gib: tokens_that_fit(rows, int(gib * GIB), BACKING_STEP, int(total // max(1, sum(rows)))),
+        kv_fit=_kv_fit(traces, dtype.itemsize, total),
         free_gib=free_gib,
         free_kv_last_gib=free_kv_last_gib,
     )
@@ -103,3 +99,13 @@ def _free_gib(traces: CaptureTraces, total: int, kv_tokens: int, buckets: tuple[
     allocator = CachingAllocator()
     traces.runner(allocator, kv_tokens, buckets)
     return (total - allocator.reserved_bytes()) / GIB
+
+
+def _kv_fit(traces: CaptureTraces, itemsize: int, total: int) -> Callable[[float], int]:
+    """Tokens of a pool of so many GiB that grows after the capture: each tensor takes whole steps of memory."""
+    from toolkit.prefill.devices.cpu import BACKING_STEP
+    from toolkit.prefill.elastic_kv import tokens_that_fit
+
+    rows = [layer.kv_heads * width * itemsize for layer in traces.geometry for width in (layer.k_dim, layer.v_dim)]
+    most = total // max(1, sum(rows))
+    return lambda gib: tokens_that_fit(rows, int(gib * GIB), BACKING_STEP, most)

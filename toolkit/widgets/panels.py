@@ -39,7 +39,7 @@ STYLE = """<style>
 .plab .skipped, .plab .cancelled { border-left-color: #8a5f00; border-left-style: dashed; }
 .plab .oom, .plab .crashed, .plab .failed { border-left-color: #b34700; border-left-style: double; }
 .plab .running { border-left-color: #0072b2; border-left-style: dotted; }
-.plab .who { border-collapse: collapse; width: 100%; }
+.plab .who { border-collapse: collapse; width: 99%; }
 .plab .who th, .plab .who td
   { text-align: left; vertical-align: top; padding: 3px 10px; border-bottom: 1px solid #b0b0b0; }
 .plab .who tbody th { white-space: nowrap; border-left: 9px solid #767676; }
@@ -101,11 +101,9 @@ def verdicts_html(shown: Preview | None) -> str:
         return '<p class="source">n/a: these settings cannot be captured.</p>'
     chosen = shown.settings.policy
     rows = "".join(_verdict_row(verdict, name == chosen) for name, verdict in shown.verdicts.items())
-    source = (
-        "Nothing is captured yet: free memory is what you ask for or a forecast, needs and KV tokens are a forecast"
-    )
-    source += " of the toolkit's own engine." if shown.foreseen else "; the forecast of the needs is being made."
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", "it", "KV tokens (forecast)", "because"))
+    source = "Before anything runs: free memory as you ask or forecast; needs and KV tokens forecast for this engine"
+    source += "." if shown.foreseen else ", which is being made."
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", "verdict", "KV tokens (forecast)", "reason"))
     return (
         f'<table class="who"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         f'<p class="source">{markup.safe(source)}</p>'
@@ -124,7 +122,7 @@ def _verdict_row(verdict: Verdict, chosen: bool) -> str:
 
 def kv_words(verdict: Verdict) -> str:
     """Tokens of the KV pool, and how many more or fewer than with a pool that is sized first."""
-    if verdict.kv_tokens is None or (verdict.kind == "oom" and not verdict.kv_tokens):
+    if verdict.kv_tokens is None or verdict.kind == "oom":
         return "n/a"
     change = "" if verdict.kv_change is None else f" ({verdict.kv_change:+,})"
     return f"{verdict.kv_tokens:,}{change}"
@@ -147,20 +145,27 @@ def snippets_html(shown: Preview | None) -> str:
     )
 
 
-def verdict_html(record: RunRecord | None) -> str:
-    """What happened in the run shown, who decided, and what to do next."""
+def verdict_html(record: RunRecord | None, other: RunRecord | None = None) -> str:
+    """What happened in the run shown, who decided, and what to do next; of the run laid over it as well."""
     if record is None:
         return EMPTY
+    if other is None:
+        return _verdict_box(record, "")
+    return _verdict_box(record, "A: ") + _verdict_box(other, "B: ")
+
+
+def _verdict_box(record: RunRecord, letter: str) -> str:
     if record.is_running:
         lines = [f"Capturing now: {frames.provenance(record)}", record.reason]
         if record.decision is not None:
-            lines.append(f"Decided by the policy {frames.policy_name(record)}: {record.decision.get('reason', frames.NA)}")
+            why = record.decision.get("reason", frames.NA)
+            lines.append(f"Decided by the policy {frames.policy_name(record)}: {why}")
         lines += record.log[-1:]
     else:
         lines = verdict(record)
-    paragraphs = "".join(f"<p>{markup.safe(line)}</p>" for line in lines)
+    paragraphs = "".join(f"<p>{markup.safe(line)}</p>" for line in [letter + lines[0], *lines[1:]])
     advice = markup.bullets("What to do next", record.advice)
-    return f'<div class="verdict {record.outcome}" role="status">{paragraphs}</div>{advice}'
+    return f'<div class="verdict {markup.safe(record.outcome)}" role="status">{paragraphs}</div>{advice}'
 
 
 def memory_and_time(record: RunRecord, other: RunRecord | None) -> str:

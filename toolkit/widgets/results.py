@@ -50,7 +50,7 @@ class ResultsView:
 
     def _record_changed(self, _: object = None) -> None:
         record = self._state.record
-        self.verdict.value = verdict_html(record)
+        self.verdict.value = verdict_html(record, self._state.other)
         tokens = sorted(bucket.num_tokens for bucket in record.buckets) if record is not None else []
         with self._quiet.now():
             self.bucket.options = [(str(number), number) for number in tokens] or [("n/a", 0)]

@@ -69,6 +69,7 @@ class LabState(HasTraits):
         self.store = RunStore(runs_dir)
         self.devices: tuple[DeviceOption, ...] = device_options()
         self.others: dict[str, Any] = {}
+        self.closed = False
         self._queue = CaptureQueue(self, executor=executor)
         self._started = 0.0
         self._following = True
@@ -155,7 +156,7 @@ class LabState(HasTraits):
             shown, choice, total_mib, others = self.preview, self.choice, self.total_mib, dict(self.others)
             gpu = next((option.gpu for option in self.devices if option.value == self.device), "")
         assert shown is not None
-        if shown.settings is None or shown.foreseen:
+        if shown.settings is None or shown.foreseen or self.closed:
             return shown
         foresight = foresee(shown.settings, total_mib, gpu)
         # Not under the lock, and before it is shown: what the verdicts ask of the forecast is remembered by it.
@@ -195,6 +196,7 @@ class LabState(HasTraits):
             before, _ = [self._queue.submit(settings) for settings in pair.settings]
             self._pairs.append(pair)
             self.first_policy, self.second_policy = names
+            self.other = None
             turn = f"they begin when {before} before them have ended" if before else "they begin now"
             self.message = f"two captures asked for ({names[0]}, then {names[1]}): {turn}"
             self.activity = replace(self.activity, running=True, waiting=before + 1)
@@ -244,7 +246,8 @@ class LabState(HasTraits):
         return job.pid if job is not None else None
 
     def close(self) -> None:
-        """End what runs and forget what waits."""
+        """End what runs and forget what waits; no forecast is begun any more."""
+        self.closed = True
         self._queue.close()
 
     # --- runs -------------------------------------------------------------------------------------------------

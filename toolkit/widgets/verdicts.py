@@ -24,6 +24,7 @@ _PHRASES: dict[Kind, str] = {
     "oom": "runs out of memory (forecast)",
     "unknown": "n/a",
 }
+_NO_START = {"out_of_memory_before_capture": "does not start", "no_memory_for_kv": "no memory for KV"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,8 @@ def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight
 def _short(outcome: PolicyOutcome, asked: int) -> tuple[Kind, str]:
     count = len(outcome.captured_buckets)
     if outcome.outcome == "oom":
-        at = "" if outcome.oom_bucket is None else f" at bucket {outcome.oom_bucket}"
-        return "oom", f"out of memory{at}" if outcome.code != "no_memory_for_kv" else "no memory for KV"
+        at = f"out of memory at bucket {outcome.oom_bucket}"
+        return "oom", _NO_START.get(outcome.code, at)
     if outcome.outcome == "skipped":
         return "skipped", "skips"
     if outcome.trimmed:
