@@ -1,4 +1,4 @@
-"""A log that went through a browser's text field, with the carriage returns of its progress bars put back."""
+"""A log that went through a browser's text field, which makes a line end of every carriage return."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from toolkit.serverlogs.bars import TITLES
 
 
 def from_browser(text: str) -> str:
-    """`text` with its lines as the file has them, as far as that can be told.
+    r"""`text` with the states of a progress bar that lost the name of their container joined to the one that has it.
 
-    A text field turns every carriage return into a line end (https://html.spec.whatwg.org/#concept-textarea-raw-value),
-    and so each state of a progress bar into a line. A line that begins with the title of a bar, right after a line that
-    holds the same title, was another state of that bar; so was one after an empty line, as tqdm begins with a return.
-    A text that has carriage returns did not come that way and is left alone.
+    A file holds `pod | Capturing ...\rCapturing ...`, a text field gives two lines
+    (https://html.spec.whatwg.org/multipage/form-elements.html#concept-textarea-raw-value), of which the second would
+    belong to nobody. Without such names nothing tells a carriage return from a line end: then the lines stay as they
+    are pasted, and so do their numbers.
     """
-    if "\r" in text:
-        return text
     parts: list[str] = []
-    before = "\n"  # nothing is empty before the first line
+    before, named = "", False
     for line in text.split("\n"):
         title = next((title for title in TITLES if line.startswith(title)), None)
-        goes_on = title is not None and (title in before or not before)
+        goes_on = title is not None and title in before and (named or not before.startswith(TITLES))
         parts += ["\r" if goes_on else "\n", line]
-        before = line
+        before, named = line, goes_on
     return "".join(parts[1:])

@@ -66,7 +66,8 @@ HINT = (
     '<p class="source">Paste the log of an SGLang or vLLM server, from its start on and with standard error (bars are '
     "there), or upload the file, also gzip. It stays in this kernel. A notebook server takes messages up to 10 MiB: "
     "for a larger log use <code>prefill-lab diagnose FILE</code>, or <code>toolkit.LogDoctor('FILE')</code> where the "
-    "file is.</p>"
+    "file is. A text field makes lines of the states of a progress bar: only an uploaded file keeps its own line "
+    "numbers.</p>"
 )
 
 

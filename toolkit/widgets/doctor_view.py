@@ -34,6 +34,7 @@ class DoctorView:
         self._excerpts: list[w.HTML] = []
         words = "Use these settings in the Lab" if lab is not None else "Show these settings for a Lab"
         self.take = _button(words, "arrow-right", "doctor-take", self._take, "What the log shows of its settings")
+        self.take.layout.align_self = "flex-start"
         self._results = w.VBox(
             [self.summary, self.findings, self.take, self.taken, self.figures, self.tables], layout=_full()
         )
