@@ -68,7 +68,10 @@ class DoctorView:
         )
         bind(state, "text", paste)
         upload = named(
-            w.FileUpload(accept="", multiple=False, description="Upload a log", layout=w.Layout(width="auto")), "upload"
+            w.FileUpload(
+                accept="", multiple=False, description="Upload a log (to 9 MB)", layout=w.Layout(width="auto")
+            ),
+            "upload",
         )
         upload.observe(self._uploaded, "value")
         explain = _button("Explain", "stethoscope", "explain", self.ask, "Say what the log shows", "primary")
