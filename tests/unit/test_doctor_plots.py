@@ -94,6 +94,22 @@ def test_a_capture_that_ran_out_is_hatched_to_its_last_sign() -> None:
     assert "least inside the target prefill capture 30.7 MiB" in alt_text(figure)
 
 
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_every_reading_lies_inside_a_panel(path: Path) -> None:
+    found = diagnose(path)
+    figure = plot_timeline(found)
+    line = timeline_of(found, found.startups[-1].index) if len(found.startups) == 1 else None
+    if line is None:
+        return
+    panels = [axes for axes in figure.axes if axes.axison]
+    limits = [axes.get_ylim() for axes in panels]
+    assert panels
+    for point in (point for each in line.ranks for point in each.points):
+        assert any(bottom <= point.free_gib <= top for bottom, top in limits)
+        first, last = panels[0].get_xlim()
+        assert first < point.x < last
+
+
 def test_a_log_without_times_is_drawn_in_its_order() -> None:
     text = "\n".join(line.split("] ", 1)[-1] for line in (LOGS / "sglang_gate.log").read_text().splitlines())
     found = diagnose(text)

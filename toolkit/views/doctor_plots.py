@@ -162,6 +162,8 @@ def _limit(panels: Sequence[Axes], line: Timeline, low: float, high: float) -> N
         panels[0].set_xticks([])
     highest = max(point.free_gib for each in line.ranks for point in each.points)
     panels[0].set_ylim(0, 1.15 * max(highest, 0.5))
+    if len(panels) == 1:
+        low, high = min(point.free_gib for each in line.ranks for point in each.points), highest
     bottom, top = (0.0, max(high, GATE_GIB)) if low < GATE_FACTOR * GATE_GIB else (low, high)
     room = max(0.18 * (top - bottom), 0.02 * top, 0.05)
     panels[-1].set_ylim(max(bottom - room, 0.0), top + room)

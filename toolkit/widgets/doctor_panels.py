@@ -65,8 +65,8 @@ STYLE = """<style>
 HINT = (
     '<p class="source">Paste the log of an SGLang or vLLM server, from its start on and with standard error (bars are '
     "there), or upload the file, also gzip. It stays in this kernel. <b>Up to 9 MB</b>: a notebook server ends the "
-    "page's connection at messages over 10 MiB, and the page has to be loaded again. For a larger log upload it as gzip, "
-    "or use <code>prefill-lab diagnose FILE</code> or <code>toolkit.LogDoctor('FILE')</code> where the file is. A text "
+    "page's connection at messages over 10 MiB, and the page has to be loaded again. Upload a larger log as gzip, or "
+    "use <code>prefill-lab diagnose FILE</code> or <code>toolkit.LogDoctor('FILE')</code> where the file is. A text "
     "field makes lines of the states of a progress bar: only an uploaded file keeps its own line numbers.</p>"
 )
 
