@@ -6,6 +6,7 @@
     toolkit.compare_policies(records)  # side by side, with prefill time over a mix of prompts
     diagnosis = toolkit.diagnose("server.log")  # what a server's log says, and what to do
     plan = toolkit.plan(model="qwen3-8b", gpu="h100-80gb")  # a forecast, no GPU needed
+    toolkit.policy_map(model="qwen3-8b", fractions=[0.9, 0.94, 0.98])  # what each policy would do where
     design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
     toolkit.LogDoctor()  # in a notebook: paste a server's log
@@ -19,11 +20,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from toolkit.forecast.plan import Plan
     from toolkit.forecast.plan_settings import PlanSettings
+    from toolkit.forecast.policy_map import PolicyMap
+    from toolkit.forecast.ranks import decide_on_ranks
     from toolkit.ladder import generate_prefill_buckets
     from toolkit.ladder_design import LadderDesign
     from toolkit.runs.record import RunRecord
@@ -46,6 +49,7 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "PolicyComparison",
+    "PolicyMap",
     "RunRecord",
     "RunStore",
     "__version__",
@@ -53,10 +57,12 @@ __all__ = [
     "compare",
     "compare_logs",
     "compare_policies",
+    "decide_on_ranks",
     "design_ladder",
     "diagnose",
     "generate_prefill_buckets",
     "plan",
+    "policy_map",
 ]
 
 _HOMES = {
@@ -69,10 +75,12 @@ _HOMES = {
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
     "PolicyComparison": "toolkit.views.comparison",
+    "PolicyMap": "toolkit.forecast.policy_map",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
     "compare_logs": "toolkit.serverlogs.compare",
     "compare_policies": "toolkit.views.comparison",
+    "decide_on_ranks": "toolkit.forecast.ranks",
     "diagnose": "toolkit.serverlogs.diagnosis",
     "generate_prefill_buckets": "toolkit.ladder",
 }
@@ -135,6 +143,28 @@ def plan(*, solve: str | None = None, **settings: Any) -> Plan:
     from toolkit.forecast.solve import solve as solve_for
 
     return solve_for(chosen, solve)
+
+
+def policy_map(
+    *,
+    rows: Mapping[str, Sequence[Any]] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    records: Iterable[RunRecord] = (),
+    **settings: Any,
+) -> PolicyMap:
+    """What each policy leads to over one or two settings, by forecast; wrong skips and wrong captures are counted.
+
+    Axes are `rows={"max_tokens": [512, 2048]}` and `columns={"mem_fraction": [0.9, 0.95]}`, or the shortcuts
+    `fractions`, `free_memory` (GiB), `gpus`, `models` and `ceilings` (tokens). The other settings are those of
+    `plan`; `device_memory_gib` makes it a map of the accounted CPU device. Cells that one of `records` captured under
+    the same settings show what was measured.
+
+    Raises InvalidInput without an axis, or when nothing can be planned; a single cell that cannot has its reason.
+    """
+    from toolkit.forecast.policy_map import policy_map as make_map
+    from toolkit.runs.executed import executed
+
+    return make_map(rows=rows, columns=columns, executed=executed(records), **settings)
 
 
 def design_ladder(

@@ -7,6 +7,7 @@ the KV pool is sized before or after. It and the facts it was taken from can be 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -50,6 +51,13 @@ class LadderNeed:
     steps: tuple[BucketNeed, ...]
     peak_gib: float
     total_gib: float
+
+    @property
+    def known(self) -> bool:
+        """Whether there are steps and every figure is a number: a forecast may be n/a."""
+        figures = [self.peak_gib, self.total_gib]
+        figures += [figure for step in self.steps for figure in (step.cumulative_gib, step.peak_gib)]
+        return bool(self.steps) and all(map(math.isfinite, figures))
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -118,13 +126,9 @@ class Decision:
     on_oom: OnOutOfMemory = OnOutOfMemory.FAIL
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as JSON knows it."""
-        lists = {
-            "buckets": list(self.buckets),
-            "trimmed": list(self.trimmed),
-            "steps": [dataclasses.asdict(step) for step in self.steps],
-        }
-        return {**dataclasses.asdict(self), **lists, "order": "largest first", "on_oom": self.on_oom.value}
+        """The decision as JSON knows it: the same before it is written and after it is read."""
+        plain = {**dataclasses.asdict(self), "order": "largest first", "on_oom": self.on_oom.value}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 def reserve_gib(free_gib: float, asked: float | None) -> float:
@@ -182,12 +186,14 @@ def ungated(facts: PolicyFacts) -> Decision:
 
 def budgeted(facts: PolicyFacts) -> Decision:
     """Ours: forecast first, trim the ladder from the top until it fits beside a reserve, watch every bucket."""
-    if not facts.needs:
+    needs = [need for need in facts.needs if need.known]
+    if not needs:
         why = f"no forecast: the whole ladder is tried and watched, {_kept(facts)} of {mib_or_gib(facts.free_gib)} free"
-        return _watched(facts, "budget_unforeseen", why, facts.buckets, ())
-    fitting = [need for need in facts.needs if facts.fits(need)]
+        decision = _watched(facts, "budget_unforeseen", why, facts.buckets, ())
+        return dataclasses.replace(decision, log_line=f"budgeted: {why}")
+    fitting = [need for need in needs if facts.fits(need)]
     if not fitting:
-        least = min(facts.needs, key=lambda need: need.peak_gib)
+        least = min(needs, key=lambda need: need.peak_gib)
         why = (
             f"no ladder fits: {mib_or_gib(facts.free_gib)} free, {_kept(facts)}, and even buckets up to "
             f"{max(least.buckets)} are forecast to need {_need(least)}; prefill runs eager"

@@ -76,3 +76,16 @@ def test_the_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
     nothing = seconds(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True))
     with capsys.disabled():
         print(f"\nprefill-lab plan, Qwen3-8B, H100: {took:.2f} s as a command (an empty Python: {nothing:.2f} s)")
+
+
+def test_maps_of_both_public_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    kimi = {"model": "kimi-k2", "gpu": "h100-80gb", "tp": 8, "sglang_version": "0.5.16"}
+    fractions = [step / 100 for step in range(80, 99)]
+    common = seconds(lambda: toolkit.policy_map(model="qwen3-8b", gpu="h100-80gb", fractions=fractions).counts)
+    july = seconds(lambda: toolkit.policy_map(fractions=fractions[10:], **kimi).counts)
+    again = seconds(lambda: toolkit.policy_map(fractions=fractions[10:], **kimi).counts)
+    with capsys.disabled():
+        print(
+            f"\npolicy maps: Qwen3-8B, H100, {len(fractions)} fractions {common:.2f} s; Kimi-K2.7, tp 8, "
+            f"{len(fractions[10:])} fractions {july:.2f} s, once more {again:.2f} s"
+        )

@@ -150,12 +150,13 @@ def test_events_tell_the_story_in_order(model: str) -> None:
     story = [name for name in names(events) if name != "note"]  # how many there are depends on the machine's load
     assert story == [
         *("facts", "stage load weights", "stage allocate KV pool", "stage allocate static buffers", "facts"),
-        *("stage capture", "ladder", "log", *["bucket_begin", "bucket"] * 3, "log", "facts"),
+        *("stage capture", "facts", "ladder", "log", *["bucket_begin", "bucket"] * 3, "log", "facts"),
         *("stage compare with plain Transformers", "stage check replays", *["step"] * 3),
         *("stage time replay against eager", *["step"] * 3),
     ]
-    first, second, third = (event for event in events if event["event"] == "facts")
-    assert third["mem_usage_gib"] == record.mem_usage_gib
+    first, second, third, fourth = (event for event in events if event["event"] == "facts")
+    assert third["decision"] == record.decision
+    assert fourth["mem_usage_gib"] == record.mem_usage_gib
     assert first["device"]["label"] == "cpu (accounted)"
     assert second["kv_cache_tokens"] == record.kv_cache_tokens
     assert [event["line"] for event in events if event["event"] == "log"] == record.log

@@ -157,7 +157,7 @@ def test_segments_alone_give_what_the_whole_capture_gives() -> None:
     ladder = LADDER[::-1]
     assert all(traces.at(num_tokens).separable for num_tokens in ladder)
     for kv_tokens in (700, None):
-        whole = own_ladder._replayed_whole(traces, ladder, kv_tokens, "descending")
+        whole = own_ladder._replayed_whole(traces, ladder, kv_tokens, "descending", max(ladder))
         assert ladder_steps(traces, ladder, kv_tokens) == whole
     assert [step.in_use for step in whole] == [0] * len(ladder)
 

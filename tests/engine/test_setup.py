@@ -170,12 +170,13 @@ def test_a_capture_logs_its_begin_and_its_end(role: str, backend: str) -> None:
     )
 
 
-def test_events_come_as_ladder_then_two_a_bucket() -> None:
+def test_events_come_as_decision_and_ladder_then_two_a_bucket() -> None:
     events: list[dict[str, Any]] = []
     result = capture(tiny_runner("llama", buckets=(4, 16, 8)), events)
     kinds = [event["event"] for event in events]
-    assert kinds == ["ladder", "log", *["bucket_begin", "bucket"] * 3, "log"]
-    assert events[0]["buckets"] == [4, 16, 8]
+    assert kinds == ["facts", "ladder", "log", *["bucket_begin", "bucket"] * 3, "log"]
+    assert events[0]["decision"]["code"] == "ungated"
+    assert events[1]["buckets"] == [4, 16, 8]
     begun = [event for event in events if event["event"] == "bucket_begin"]
     done = [event for event in events if event["event"] == "bucket"]
     assert [(e["index"], e["total"], e["num_tokens"]) for e in begun] == [(0, 3, 16), (1, 3, 8), (2, 3, 4)]

@@ -53,3 +53,20 @@ def test_running_out_of_memory_is_an_outcome_and_the_next_capture_works() -> Non
     short = capture(buckets=None, max_tokens=2048, free_memory_gib=0.03)
     assert short.outcome == "oom" and short.oom_bucket is not None and short.advice
     assert capture(buckets=(8, 32)).outcome == "captured"
+
+
+def test_a_budget_keeps_its_reserve() -> None:
+    record = capture(policy="budgeted", buckets=None, max_tokens=2048, free_memory_gib=0.25, reserve_gib=0.05)
+    assert record.outcome in ("captured", "skipped"), record.reason
+    assert record.free_after_gib is not None and record.free_after_gib >= 0.05
+    assert record.decision is not None and record.decision["code"].startswith(("budget", "over_budget"))
+
+
+def test_a_kv_pool_that_comes_last_grows_behind_its_addresses() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed; ends after pip install cuda-bindings")
+    record = capture(policy="capture_first", free_memory_gib=1.0, reserve_gib=0.5)
+    assert record.outcome == "captured", record.reason
+    assert record.replay_check is not None and record.replay_check.tolerance is not None
+    assert record.replay_check.max_abs_diff <= record.replay_check.tolerance
+    assert record.kv_cache_tokens is not None and record.kv_cache_tokens > max(BUCKETS)
+    assert record.free_after_gib is not None and record.free_after_gib >= 0.45

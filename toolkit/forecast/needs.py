@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from toolkit.forecast.terms import Forecast
@@ -10,12 +9,16 @@ from toolkit.policies import BucketNeed, LadderNeed
 
 
 def ladder_need(forecast: Forecast) -> LadderNeed | None:
-    """The forecast in GiB; None where it is n/a. What has to be free is the upper bound of its peak."""
+    """The forecast in GiB; None where any part of it is n/a.
+
+    The middle of the ranges throughout. A policy that looks at needs keeps a reserve and watches what is really taken,
+    so an upper bound would only leave out graphs that fit.
+    """
     steps = tuple(
-        BucketNeed(one.num_tokens, one.cumulative.high / 1024, one.peak.high / 1024) for one in forecast.buckets
+        BucketNeed(one.num_tokens, one.cumulative.mid / 1024, one.peak.mid / 1024) for one in forecast.buckets
     )
-    peak, whole = forecast.peak.mid / 1024, forecast.total.mid / 1024
-    return LadderNeed(steps, peak, whole) if steps and math.isfinite(peak) else None
+    need = LadderNeed(steps, forecast.peak.mid / 1024, forecast.total.mid / 1024)
+    return need if need.known else None
 
 
 def ladder_needs(

@@ -68,6 +68,8 @@ def forecast_transformers(
     max_context: int = 2048,
     order: Order = "descending",
     kv_cache_tokens: int | None = None,
+    kv_first: bool = True,
+    static_tokens: int | None = None,
     gpu: GpuSpec | None = None,
 ) -> Forecast:
     """What capturing these buckets costs the toolkit's own engine, on one device.
@@ -84,6 +86,9 @@ def forecast_transformers(
         order: in which buckets are captured; the engine's is largest first.
         kv_cache_tokens: slots of the KV pool. On the CPU device warm-up passes may use gaps beside it, so the peak
             needs it; None assumes a pool for one full bucket. `no_size_fits` drops buckets above it.
+        kv_first: whether the KV pool is sized before the capture. One that comes after has no gaps beside it.
+        static_tokens: rows of the static buffers, which lie beside that pool on the CPU device: the largest bucket of
+            the ladder that the engine was started with. None is the largest of `buckets`.
         gpu: the card; None is the accounted CPU device.
 
     Raises:
@@ -103,7 +108,8 @@ def forecast_transformers(
     if settings.resolved_backend is Backend.TC_PIECEWISE and compiler == "inductor":
         return _not_available(ladder, notes)
     if gpu is None:
-        return _on_cpu(traces, ladder, kv_cache_tokens or max(wanted), (*notes, *_cpu_notes(kv_cache_tokens)))
+        beside = ((kv_cache_tokens or max(wanted)) if kv_first else 0, static_tokens or max(wanted))
+        return _on_cpu(traces, ladder, beside, (*notes, *_cpu_notes(kv_cache_tokens)))
     if settings.resolved_backend is Backend.FULL:
         notes = (*notes, _FULL_ON_GPU)
     return _on_gpu(traces, ladder, gpu, notes)
@@ -128,8 +134,12 @@ def _fitting(
 # --- the accounted CPU device -------------------------------------------------------------------------------
 
 
-def _on_cpu(traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int, notes: tuple[str, ...]) -> Forecast:
-    steps = ladder_steps(traces, ladder, kv_tokens)
+def _on_cpu(
+    traces: CaptureTraces, ladder: tuple[int, ...], beside: tuple[int, int], notes: tuple[str, ...]
+) -> Forecast:
+    """`beside` is what stands in memory already: tokens of the KV pool, and rows of the static buffers."""
+    kv_tokens, static_tokens = beside
+    steps = ladder_steps(traces, ladder, kv_tokens, static_tokens=static_tokens)
     taken = [(Range.exact(step.reserved / MIB), Range.exact(step.peak / MIB)) for step in steps]
     retained = steps[-1].in_use / MIB
     nothing = "nothing on the CPU device: there is no driver and no such library"

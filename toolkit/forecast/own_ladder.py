@@ -73,20 +73,27 @@ def ladder_pool_bytes(
 
 @lru_cache(maxsize=256)
 def ladder_steps(
-    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: Order = "descending"
+    traces: CaptureTraces,
+    ladder: tuple[int, ...],
+    kv_tokens: int | None,
+    addresses: Order = "descending",
+    static_tokens: int | None = None,
 ) -> tuple[LadderStep, ...]:
     """One step a bucket, in the order given.
 
     Args:
         traces: of the model and backend.
         ladder: buckets in order of capture.
-        kv_tokens: slots of the KV pool on the accounted CPU device, where warm-up passes may use gaps beside it. None
-            for a GPU: there captures run on a stream of their own, and find nothing to use.
+        kv_tokens: slots of the KV pool on the accounted CPU device, where warm-up passes may use gaps beside it; 0 for
+            a pool sized after the capture, whose memory the allocator never sees. None for a GPU: there captures run
+            on a stream of their own, and find nothing to use.
         addresses: where new segments land.
+        static_tokens: rows of the static buffers on the CPU device; None is the largest bucket.
     """
+    rows = static_tokens or max(ladder)
     if not all(traces.at(num_tokens).separable for num_tokens in ladder):
-        return _replayed_whole(traces, ladder, kv_tokens, addresses)
-    warm_up = _warm_ups(traces, kv_tokens, max(ladder) if kv_tokens is not None else 0)
+        return _replayed_whole(traces, ladder, kv_tokens, addresses, rows)
+    warm_up = _warm_ups(traces, kv_tokens, rows if kv_tokens is not None else 0)
     steps, before = [], 0
     for step in _recorded(traces, ladder, addresses):
         peak = max(step.peak, before + warm_up.growth(step.num_tokens))
@@ -131,11 +138,11 @@ def _warm_ups(traces: CaptureTraces, kv_tokens: int | None, max_tokens: int) -> 
 
 
 def _replayed_whole(
-    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: Order
+    traces: CaptureTraces, ladder: tuple[int, ...], kv_tokens: int | None, addresses: Order, static_tokens: int
 ) -> tuple[LadderStep, ...]:
     """Bucket by bucket on one allocator, for models that keep something of their warm-up."""
     allocator, stream = CachingAllocator(fresh_addresses=addresses), _STREAM if kv_tokens is None else 0
-    held = _hold(traces, allocator, kv_tokens, max(ladder))
+    held = _hold(traces, allocator, kv_tokens, static_tokens)
     reserved, in_use, steps = allocator.reserved_bytes(), allocator.allocated_bytes(), []
     for num_tokens in ladder:
         allocator.reset_peak()

@@ -46,6 +46,8 @@ class CaptureTraces:
         self._settings = settings
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self.model = meta_model(config, self._dtype, register_attention())
+        # Now and not when they are asked for: while one thread traces, the body has only its first layers.
+        self.weights = [*self.model.parameters(), *self.model.buffers()]
         self._body: Any = resolve_language_model(self.model)
         self._depth = _depth(self._body)
         self.geometry = self._geometry()
@@ -66,14 +68,18 @@ class CaptureTraces:
         return self._made[num_tokens]
 
     def runner(self, allocator: CachingAllocator, kv_tokens: int, buckets: tuple[int, ...]) -> ModelRunner:
-        """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them."""
+        """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them.
+
+        Without any `kv_tokens` the pool is not in the allocator, as one that is sized after the capture is not.
+        """
         from toolkit.prefill.build import assemble
         from toolkit.prefill.devices.meta import MetaDevice
         from toolkit.prefill.kv_pool import KVPool
 
         device = MetaDevice(allocator)
-        device.adopt([*self.model.parameters(), *self.model.buffers()])
-        pool = KVPool(device, self.geometry, kv_tokens, self._dtype)
+        device.adopt(self.weights)
+        place = device if kv_tokens else MetaDevice(CachingAllocator())
+        pool = KVPool(place, self.geometry, kv_tokens, self._dtype)
         runner = assemble(self._settings, device, self.model, pool, buckets)
         device.empty_cache()
         return runner

@@ -26,6 +26,7 @@ from toolkit.forecast.terms import ZERO, Forecast, Range
 from toolkit.hardware import GpuSpec, resolve_gpu
 from toolkit.memory.kv_cells import KvCell, kv_cell
 from toolkit.memory.ledger import GIB, MIN_AUTO_FRACTION
+from toolkit.memory.post_capture import Condition
 from toolkit.memory.release import Release, get_release
 from toolkit.memory.rules import Resolution, ServerFacts, resolve_server
 from toolkit.policies import reserve_gib
@@ -99,6 +100,11 @@ class Plan:
             f"{free.gib:.2f} GiB free ({free.low_gib:.2f} to {free.high_gib:.2f}); {total.mid / 1024:.2f} GiB stay"
             f"{seconds}"
         )
+
+    @property
+    def post_capture_checklist(self) -> tuple[Condition, ...]:
+        """What a server of this release needs to size its KV pool after the capture, and whether this one would."""
+        return self.resolved.post_capture_checklist
 
     @property
     def left_gib(self) -> float:

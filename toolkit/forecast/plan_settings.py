@@ -67,14 +67,19 @@ class PlanSettings(MemoryChoice, GraphChoice, ReserveChoice):
     @property
     def policies(self) -> tuple[str, ...]:
         """The policies that are planned, in the order given; every one there is for `all`."""
-        if self.policy == ALL:
-            return tuple(POLICIES)
-        names = tuple(dict.fromkeys(name.strip() for name in self.policy.split(",")))
-        for name in names:
-            get_policy(name)
-        return names
+        return chosen_policies(self.policy)
 
     @property
     def kv_itemsize(self) -> float:
         """Bytes of one number in the KV pool."""
         return ITEMSIZES[self.kv_dtype or self.dtype]
+
+
+def chosen_policies(policy: str) -> tuple[str, ...]:
+    """Names from `gated,budgeted`, in that order; every one there is for `all`. Raises InvalidInput for another."""
+    if policy == ALL:
+        return tuple(POLICIES)
+    names = tuple(dict.fromkeys(name.strip() for name in policy.split(",")))
+    for name in names:
+        get_policy(name)
+    return names

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder import generate_prefill_buckets
+from toolkit.memory import post_capture
+from toolkit.memory.post_capture import Condition
 from toolkit.memory.release import Release, Rule, Stage, get_release, sglang_versions
 from toolkit.memory.server import ServerFacts, check_facts, feature_names, hf_traits, tags_of
 from toolkit.settings import Backend
@@ -54,7 +56,8 @@ class Resolution:
 
     `prefill_ceiling` is tokens, the limit of the ladder `buckets`. `mem_fraction_static` is the share that weights
     and KV pool may take; `reserve_mib` the MiB of the card it leaves, None where the heuristic was not asked.
-    `explicit` says that the backend was chosen by hand, `post_capture` that the KV pool is sized after the capture.
+    `explicit` says that the backend was chosen by hand, `post_capture` that the KV pool is sized after the capture, and
+    `post_capture_checklist` what that needs.
     """
 
     sglang_version: str
@@ -68,7 +71,12 @@ class Resolution:
     backend: Backend
     explicit: bool
     reasons: tuple[Reason, ...]
-    post_capture: bool
+    post_capture_checklist: tuple[Condition, ...]
+
+    @property
+    def post_capture(self) -> bool:
+        """Whether the KV pool is sized after the capture."""
+        return post_capture.apply(self.post_capture_checklist)
 
 
 def resolve(
@@ -123,7 +131,8 @@ def resolve_server(release: Release, facts: ServerFacts) -> Resolution:
     state = _Graphs.asked(release, facts)
     state.apply("role", "upgrade", "cascade")
     sizes = _sizes(release, facts, state)
-    delayed = _sizes_after_capture(release, facts, state, sizes)
+    # Judged now for the fraction, and once more below: the fraction stays when a graph is switched off late.
+    delayed = post_capture.apply(_post_capture(release, facts, state, sizes))
     fraction, reserve = _fraction(release, facts, state, sizes, delayed)
     # The sizes stand from here on: a graph that is switched off late keeps its share of the reserve.
     state.apply("attention", "final")
@@ -138,7 +147,7 @@ def resolve_server(release: Release, facts: ServerFacts) -> Resolution:
         backend=state.backend,
         explicit=state.explicit,
         reasons=tuple(state.reasons),
-        post_capture=delayed and not state.holding("post_capture"),
+        post_capture_checklist=_post_capture(release, facts, state, sizes),
     )
 
 
@@ -177,10 +186,14 @@ class _Graphs:
 
     def holding(self, *stages: Stage) -> list[Rule]:
         """The rules of some stages whose conditions hold now."""
-        now = self.tags | {
-            tag for tag, off in (("prefill_off", not self.prefill_on), ("decode_off", not self.decode_on)) if off
-        }
+        now = self.tags_now
         return [rule for rule in self.release.rules if rule.stage in stages and rule.holds(now)]
+
+    @property
+    def tags_now(self) -> frozenset[str]:
+        """The server's tags, with what is off by now."""
+        off = {"prefill_off": not self.prefill_on, "decode_off": not self.decode_on}
+        return self.tags | {tag for tag, is_off in off.items() if is_off}
 
     def apply(self, *stages: Stage) -> None:
         """Let the rules of some stages decide, in order, and note each that holds."""
@@ -328,10 +341,12 @@ def _reserve(release: Release, facts: ServerFacts, state: _Graphs, sizes: _Sizes
     )
 
 
-def _sizes_after_capture(release: Release, facts: ServerFacts, state: _Graphs, sizes: _Sizes) -> bool:
-    """Whether the KV pool is to be sized after the capture, judged before anything is switched off late."""
-    late = release.post_capture
-    if late is None or not facts.post_capture_kv or state.holding("post_capture"):
-        return False
-    largest = max(sizes.buckets, default=0)
-    return not late.needs_ceiling_of_chunk or 0 < sizes.chunk <= largest
+def _post_capture(release: Release, facts: ServerFacts, state: _Graphs, sizes: _Sizes) -> tuple[Condition, ...]:
+    """Whether the KV pool is to be sized after the capture, as the graphs stand now."""
+    return post_capture.conditions(
+        release,
+        switched_on=facts.post_capture_kv,
+        tags=state.tags_now,
+        chunk=sizes.chunk,
+        largest_bucket=max(sizes.buckets, default=0),
+    )

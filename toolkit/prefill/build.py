@@ -62,7 +62,7 @@ def build_model_runner(
         # What cannot be left free is refused now, not after a minute of loading.
         parameters = meta_model(config, dtype, register_attention()).parameters()
         weight_bytes = sum(parameter.nbytes for parameter in parameters)
-        planned_kv_tokens(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
+        kv_tokens_that_fit(settings, sizes, geometry, dtype, baseline, baseline - weight_bytes, config)
     check_weights(source, settings.weights)
     stage("load weights", source.id)
     loaded = load_model(
@@ -97,7 +97,7 @@ def _allocate(
 ) -> ModelRunner:
     dtype = getattr(torch, settings.dtype)
     baseline, after_weights = free
-    tokens = planned_kv_tokens(settings, sizes, geometry, dtype, baseline, after_weights, config)
+    tokens = kv_tokens_that_fit(settings, sizes, geometry, dtype, baseline, after_weights, config)
     pool: KVPool
     if get_policy(settings.policy).kv_first:
         stage("allocate KV pool", f"{tokens} tokens")
@@ -160,7 +160,7 @@ def _context_length(config: Any) -> int:
     return min((int(limit) for limit in limits if limit), default=1 << 20)
 
 
-def planned_kv_tokens(
+def kv_tokens_that_fit(
     settings: CaptureSettings,
     sizes: Sizes,
     geometry: list[LayerGeometry],
@@ -169,9 +169,9 @@ def planned_kv_tokens(
     after_weights: int,
     config: Any,
 ) -> int:
-    """Tokens of a KV pool that is sized before the capture; `baseline` and `after_weights` are bytes free.
+    """Tokens of a KV pool that is sized before the capture, from the bytes free before and after the weights.
 
-    Raises NoMemoryForKV, and InvalidInput when the free memory that is asked for cannot be left.
+    Raises InvalidInput when the memory asked for cannot be left free, NoMemoryForKV when weights leave no room.
     """
     per_token = bytes_per_token(geometry, dtype.itemsize)
     if not per_token:

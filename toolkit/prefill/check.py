@@ -163,14 +163,19 @@ def random_batch(runner: PrefillCudaGraphRunner, bucket: int, vocabulary: int, g
 def _pack_with_prefixes(
     model_runner: ModelRunner, requests: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> PackedBatch:
-    packed = []
-    for prefix, tokens in requests:
-        request = Request(prefix)
-        if prefix:
-            model_runner.forward_eager(pack([request], model_runner.kv_pool))
-        request.tokens = tokens
-        packed.append(request)
-    return pack(packed, model_runner.kv_pool)
+    packed: list[Request] = []
+    try:
+        for prefix, tokens in requests:
+            request = Request(prefix)
+            packed.append(request)
+            if prefix:
+                model_runner.forward_eager(pack([request], model_runner.kv_pool))
+            request.tokens = tokens
+        return pack(packed, model_runner.kv_pool)
+    except BaseException:
+        # Memory may run out in a pass over a prefix; the pool must not lose its slots for it.
+        model_runner.kv_pool.release([slot for request in packed for slot in request.slots])
+        raise
 
 
 def _split(total: int, parts: int, longest: int, generator: random.Random) -> list[int]:

@@ -39,7 +39,7 @@ class ElasticKVPool(KVPool):
         self._step, rows = device.backing_step, most_tokens + 1
         shapes = [(layer.kv_heads, layer.k_dim) for layer in layers]
         shapes += [(layer.kv_heads, layer.v_dim) for layer in layers]
-        self.row_bytes = [heads * width * dtype.itemsize for heads, width in shapes]
+        self.row_bytes = row_bytes(layers, dtype.itemsize)
         self._most_tokens = most_tokens
         self._parts = [
             device.reserve((rows, *shape), dtype, (self.num_tokens + 1) * row)
@@ -66,6 +66,12 @@ class ElasticKVPool(KVPool):
             part.back((tokens + 1) * row)
         before, self.num_tokens = self.num_tokens, tokens
         self._free.append((before + 1, tokens - before))
+
+
+def row_bytes(layers: Sequence[LayerGeometry], itemsize: int) -> list[int]:
+    """Bytes of one token in each tensor of a pool: K of every layer, then V of every layer."""
+    keys = [layer.kv_heads * layer.k_dim * itemsize for layer in layers]
+    return keys + [layer.kv_heads * layer.v_dim * itemsize for layer in layers]
 
 
 def tokens_that_fit(row_bytes: Sequence[int], nbytes: int, step: int, most_tokens: int) -> int:

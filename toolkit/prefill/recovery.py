@@ -9,30 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.errors import CaptureCancelled, OutOfMemoryAtBucket
+from toolkit.policies import Decision, mib_or_gib
 from toolkit.prefill.check import check_replays
-from toolkit.prefill.runners import EventSink, PrefillCudaGraphRunner
+from toolkit.prefill.runners import GIB, MIB, EventSink, PrefillCudaGraphRunner
 
 
 def keep_valid(
-    runner: PrefillCudaGraphRunner, pool_bytes: int | None, emit: EventSink, cancelled: Callable[[], bool]
+    runner: PrefillCudaGraphRunner, decision: Decision, emit: EventSink, cancelled: Callable[[], bool]
 ) -> str | None:
-    """Leave the runner with valid graphs alone, its pool no larger than `pool_bytes`, or with none at all.
+    """Leave the runner with valid graphs alone, its pool no larger than before the failed bucket, or with none at all.
 
-    `pool_bytes` is what the pool held before the bucket that failed, None where nobody knows. Returns why everything
-    was dropped, or None when buckets were kept. Raises CaptureCancelled.
+    Kept buckets leave free what `decision` says has to stay free. Returns why everything was dropped, or None when
+    buckets were kept. Raises CaptureCancelled, and what goes wrong besides memory; the caller drops everything then.
     """
-    problem = _kept(runner, pool_bytes, emit, cancelled)
+    device = runner.model_runner.device
+    problem = _kept(runner, emit, cancelled)
+    device.empty_cache()
+    free_gib = device.free_bytes() / GIB
+    if problem is None and free_gib < decision.kept_gib:
+        problem = f"{mib_or_gib(free_gib)} are free beside them, {mib_or_gib(decision.kept_gib)} have to stay free"
     if problem is not None:
         runner.release()
         runner.figures.clear()
-    runner.model_runner.device.empty_cache()
+        device.empty_cache()
     return problem
 
 
-def _kept(
-    runner: PrefillCudaGraphRunner, pool_bytes: int | None, emit: EventSink, cancelled: Callable[[], bool]
-) -> str | None:
-    device = runner.model_runner.device
+def _kept(runner: PrefillCudaGraphRunner, emit: EventSink, cancelled: Callable[[], bool]) -> str | None:
+    device, pool_bytes = runner.model_runner.device, runner.pool_bytes
     if not runner.captured:
         return "it was the first bucket"
     device.empty_cache()
@@ -42,7 +46,7 @@ def _kept(
     try:
         if now > pool_bytes:
             buckets = tuple(runner.ladder)
-            grown = (now - pool_bytes) / (1 << 20)
+            grown = (now - pool_bytes) / MIB
             emit({"event": "note", "text": f"the failed bucket left {grown:.0f} MiB in the pool: captured once more"})
             runner.start_again()
             runner.capture(buckets, lambda event: None, cancelled)

@@ -18,6 +18,7 @@ from toolkit.policies import (
     get_policy,
     later_words,
     measured_over_forecast,
+    mib_or_gib,
     reserve_gib,
     scaled,
     starved_gib,
@@ -239,12 +240,8 @@ def _attempt(
         halted = runner.capture(decision.buckets, emit, cancelled, halt)
     except OutOfMemoryAtBucket as error:
         oom = _End("oom", "out_of_memory", str(error), error.num_tokens)
-    except CaptureCancelled as error:
-        return _End("cancelled", "cancelled", str(error))
-    except PrefillLabError as error:
-        return _End("failed", "capture_error", str(error))
-    except Exception as error:  # a model or a library failed in mid-capture
-        return _End("failed", "unexpected_error", one_line(f"{type(error).__name__}: {error}")[:500])
+    except Exception as error:
+        return _broken_off(error)
     else:
         if halted is None:
             return _End("captured", decision.code, decision.reason)
@@ -257,11 +254,21 @@ def _attempt(
         return oom
     # Out here the error is gone, and with it whatever its frames held on the device.
     try:
-        dropped = keep_valid(runner, runner.pool_bytes, emit, cancelled)
-    except CaptureCancelled as error:
-        return _End("cancelled", "cancelled", str(error))
+        dropped = keep_valid(runner, decision, emit, cancelled)
+    except Exception as error:
+        return _broken_off(error)
     words = oom.reason if dropped is None else f"{oom.reason}; no captured bucket is kept: {dropped}"
     return replace(_partly(runner, decision, "budget_oom", words), oom_bucket=oom.oom_bucket)
+
+
+def _broken_off(error: Exception) -> _End:
+    """The end of an attempt that was cancelled, or failed for a reason that is not memory."""
+    if isinstance(error, CaptureCancelled):
+        return _End("cancelled", "cancelled", str(error))
+    if isinstance(error, PrefillLabError):
+        return _End("failed", "capture_error", str(error))
+    # a model or a library failed
+    return _End("failed", "unexpected_error", one_line(f"{type(error).__name__}: {error}")[:500])
 
 
 def _partly(runner: PrefillCudaGraphRunner, decision: Decision, code: str, why: str) -> _End:
@@ -277,20 +284,27 @@ def _size_kv(
 ) -> GraphCapture:
     """Give the KV pool what the capture left, after the reserve and what is needed later."""
     free = get_available_gpu_memory(device)
-    room = free - kept_gib
+    room, problem = free - kept_gib, ""
     if room < 0:
-        if isinstance(result.runner, PrefillCudaGraphRunner):
-            result.runner.release()
-        reason = (
-            f"{free:.2f} GiB are left after the capture, {kept_gib:.2f} GiB have to stay free: nothing is left for a "
-            f"KV pool beyond the {pool.num_tokens} tokens of one full bucket"
+        problem = (
+            f"{mib_or_gib(free)} are left after the capture, {mib_or_gib(kept_gib)} have to stay free: nothing is left "
+            f"for a KV pool beyond the {pool.num_tokens} tokens of one full bucket"
         )
-        after = get_available_gpu_memory(device)
-        return replace(
-            result, runner=None, outcome="oom", reason_code="no_memory_for_kv", reason=reason, free_after_gib=after
-        )
-    pool.grow(pool.backed_bytes + int(room * GIB))
+    else:
+        try:
+            pool.grow(pool.backed_bytes + int(room * GIB))
+        except Exception as error:
+            if not device.is_out_of_memory(error):
+                raise
+            problem = f"{mib_or_gib(room)} could not be given to the KV pool: {one_line(str(error))}"
+    if problem and isinstance(result.runner, PrefillCudaGraphRunner):
+        result.runner.release()
     after = get_available_gpu_memory(device)
+    if problem:
+        emit(_log(f"Post-capture KV sizing failed: {problem}"))
+        return replace(
+            result, runner=None, outcome="oom", reason_code="no_memory_for_kv", reason=problem, free_after_gib=after
+        )
     emit(_log(kv_line(pool.num_tokens, after)))
     return replace(result, free_after_gib=after)
 

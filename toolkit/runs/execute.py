@@ -137,9 +137,10 @@ class _Run:
 
         assert self.built.runner is not None
         self.stage("forecast", f"up to {max(buckets)} tokens")
-        device, tokens = self.fields["device"], self.built.runner.kv_pool.num_tokens
+        device, runner = self.fields["device"], self.built.runner
+        there = (device, runner.kv_pool.num_tokens, max(runner.buckets))
         try:
-            return ladder_needs(lambda ladder: forecast_run(self.settings, ladder, device, tokens), buckets, suits)
+            return ladder_needs(lambda ladder: forecast_run(self.settings, ladder, *there), buckets, suits)
         except PrefillLabError as error:
             self.note(f"no forecast: {error}")
             return ()

@@ -34,11 +34,15 @@ def plan_view(plan: Plan, *, explain: bool = False) -> list[RenderableType]:
 
 
 def prose(plan: Plan) -> Iterator[str]:
-    """The ledger as sentences: figure, formula and source of every line, then of every term of the forecast."""
+    """Sentences: figure, formula and source of every line and term, then what sizing the KV pool last would need."""
     for line in plan.lines:
         yield f"{line.name}: {_with_range(line)} = {line.formula} [{line.source}]"
     for term in plan.forecast.terms if plan.forecast is not None else ():
         yield f"{term.name}: {_range(term.mib)} [{term.source}]"
+    checklist = plan.post_capture_checklist
+    state = "yes" if plan.resolved.post_capture else "no"
+    yield f"KV pool sized after the capture, SGLang's opt-in: {state} [{checklist[0].source}]"
+    yield from (f"- {one.sign}: {one.words}" for one in checklist)
 
 
 def explained(lines: Sequence[str] | Iterator[str]) -> list[RenderableType]:

@@ -48,7 +48,7 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
     import torch
 
     from toolkit.forecast.own_traces import capture_traces
-    from toolkit.prefill.build import NoMemoryForKV, planned_kv_tokens
+    from toolkit.prefill.build import NoMemoryForKV, kv_tokens_that_fit
     from toolkit.prefill.devices.meta import MetaDevice
     from toolkit.prefill.kv_pool import bytes_per_token
     from toolkit.runs.foretell import forecast_run
@@ -58,10 +58,10 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
     traces = capture_traces(config, settings)
     dtype, total = getattr(torch, settings.dtype), int(total_mib * 2**20)
     loaded = MetaDevice(CachingAllocator())
-    loaded.adopt([*traces.model.parameters(), *traces.model.buffers()])
+    loaded.adopt(traces.weights)
     weights = loaded.allocator.reserved_bytes()
     try:
-        tokens = planned_kv_tokens(settings, sizes, traces.geometry, dtype, total, total - weights, config)
+        tokens = kv_tokens_that_fit(settings, sizes, traces.geometry, dtype, total, total - weights, config)
     except (NoMemoryForKV, InvalidInput) as error:
         return Foresight(no_start=str(error))
     on_cpu = settings.device == "cpu"

@@ -95,13 +95,17 @@ class _PieceInterpreter(Interpreter):
     def run_pieces(self, *args: Any) -> Any:
         """What the compiled body calls; its first and last segment open and close here when recording."""
         recorder = self._backend.recorder
-        if recorder is not None:
-            recorder.begin()
-            result = self.run(*args)
-            recorder.end()
-            return result
-        with self._backend.runner.device.accounted():
-            return self.run(*args)
+        try:
+            if recorder is not None:
+                recorder.begin()
+                result = self.run(*args)
+                recorder.end()
+                return result
+            with self._backend.runner.device.accounted():
+                return self.run(*args)
+        except BaseException:
+            self.env.clear()  # torch.compile keeps this object, and with it what a broken run had computed
+            raise
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One piece."""

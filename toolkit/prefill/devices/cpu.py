@@ -57,8 +57,8 @@ class CpuReservation:
         weakref.finalize(tensor.untyped_storage(), device.give_back_outside, self._held).atexit = False
 
     def back(self, nbytes: int) -> None:
-        """Charge up to `nbytes`, in whole steps."""
-        wanted = -(-nbytes // BACKING_STEP) * BACKING_STEP
+        """Charge up to `nbytes` of the tensor, in whole steps."""
+        wanted = -(-min(nbytes, self.tensor.nbytes) // BACKING_STEP) * BACKING_STEP
         if wanted > self.backed_bytes:
             self._device.take_outside(wanted - self.backed_bytes)
             self.backed_bytes = self._held[0] = wanted

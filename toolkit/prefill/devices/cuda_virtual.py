@@ -6,6 +6,7 @@ of addresses before, and `cuMemMap` puts memory behind it step by step without m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Sequence
@@ -31,11 +32,12 @@ class CudaReservation:
         self._base = int(_checked(self._driver.cuMemAddressReserve(self._size, 0, self._driver.CUdeviceptr(0), 0)))
         self._handles: list[tuple[int, int, Any]] = []
         self.backed_bytes = 0
-        self._end = weakref.finalize(self, _unmap, self._driver, self._base, self._size, self._handles)
-        self._end.atexit = False
+        # The tensor holds the range and may outlive this object: memory goes when the range does.
+        self._where = where = _Range(self._base, nbytes)
+        weakref.finalize(where, _unmap, self._driver, index, self._base, self._size, self._handles).atexit = False
         # Torch asks the driver whose pointer this is, which it only knows once something is mapped there.
         self.back(max(backed_bytes, 1))
-        self._bytes = torch.as_tensor(_Range(self._base, nbytes), device=torch.device("cuda", index))
+        self._bytes = _tensor_over(where, index)
         self.tensor = self._bytes.view(dtype).view(tuple(shape))
         self._zero(0)
 
@@ -45,14 +47,18 @@ class CudaReservation:
         if wanted <= before:
             return
         extra = wanted - before
-        handle = _checked(self._driver.cuMemCreate(extra, self._properties, 0))
+        address, handle = self._base + before, _checked(self._driver.cuMemCreate(extra, self._properties, 0))
         try:
-            _checked(self._driver.cuMemMap(self._base + before, extra, 0, handle, 0))
+            _checked(self._driver.cuMemMap(address, extra, 0, handle, 0))
+            try:
+                _checked(self._driver.cuMemSetAccess(address, extra, [self._access()], 1))
+            except Exception:
+                self._driver.cuMemUnmap(address, extra)
+                raise
         except Exception:
             self._driver.cuMemRelease(handle)
             raise
         self._handles.append((before, extra, handle))
-        _checked(self._driver.cuMemSetAccess(self._base + before, extra, [self._access()], 1))
         self.backed_bytes = wanted
         if before:
             self._zero(before)
@@ -98,6 +104,11 @@ class _Range:
         }  # fmt: skip
 
 
+def _tensor_over(where: _Range, index: int) -> torch.Tensor:
+    """The range as bytes, without a copy; the tensor keeps `where` alive."""
+    return torch.as_tensor(where, device=torch.device("cuda", index))
+
+
 def _driver() -> Any:
     try:
         from cuda.bindings import driver
@@ -121,8 +132,10 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     raise DeviceUnavailable(f"the driver refused to reserve or map memory ({name})", _ALLOWED)
 
 
-def _unmap(driver: Any, base: int, size: int, handles: list[tuple[int, int, Any]]) -> None:
+def _unmap(driver: Any, index: int, base: int, size: int, handles: list[tuple[int, int, Any]]) -> None:
     """Give memory and addresses back. Nobody can act on an error at this point."""
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize(index)  # the driver does not wait for work that still uses the range
     for offset, extra, handle in handles:
         driver.cuMemUnmap(base + offset, extra)
         driver.cuMemRelease(handle)
