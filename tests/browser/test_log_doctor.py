@@ -19,8 +19,18 @@ PICTURES_VARIABLE = "PREFILL_LAB_DOCTOR_PICTURES"
 
 
 def test_paste_explain_jump_to_a_line_and_take_the_settings(lab: LabPage, jupyterlab: Server) -> None:
-    lab.open_notebook(jupyterlab, jupyterlab.notebook("doctor", "import toolkit\n\nlab = toolkit.Lab('runs')", "lab"))
-    lab.run_all()
+    # A cell that keeps the kernel busy until the file `enough` is there: what a person does arrives all the same.
+    busy = (
+        "import time\nfrom pathlib import Path\n\nt = time.time()\n"
+        "while time.time() - t < 300 and not Path('enough').exists():\n    pass"
+    )
+    name = jupyterlab.notebook("doctor", "import toolkit\n\nlab = toolkit.Lab('runs')", "lab", busy)
+    lab.open_notebook(jupyterlab, name)
+    for cell in (0, 1):
+        lab.run_cell(cell)
+    lab.shown()
+    lab.start_cell(2)
+    lab.prompt_says(2, "[*]:")
     lab.part("doctor-show").locator("input").check()
 
     # What the gate did, from a log that is pasted.
@@ -38,6 +48,9 @@ def test_paste_explain_jump_to_a_line_and_take_the_settings(lab: LabPage, jupyte
     lab.press("doctor-take")
     lab.says("doctor-taken", "free_memory_gib 2.05")
     lab.says("preview", "skips, and prefill runs eager: the old gate skipped the capture: 2.05 GiB free")
+    assert lab.prompt(2) == "[*]:"
+    (jupyterlab.root / "enough").touch()
+    lab.prompt_says(2, re.compile(r"\[\d+\]:"))
     _look(lab, "gate")
 
     # The same from a file, whose carriage returns a paste would lose: the lines are those of the command.

@@ -72,9 +72,8 @@ class LogDoctor:
         if "parts" in self.__dict__:
             from toolkit.widgets.binding import close_all
 
-            self.__dict__.pop("parts")
-            if "view" in self.__dict__:
-                close_all(self.__dict__.pop("view"))
+            parts = self.__dict__.pop("parts")
+            close_all(self.__dict__.pop("view", parts.box))
         self.state.unobserve_all()
         self.state.clear()
 
