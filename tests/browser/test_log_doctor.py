@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from browser.driver import LabPage
+from browser.driver import SOON_MS, LabPage
 from browser.servers import Server
 from playwright.sync_api import expect
 
@@ -41,10 +41,11 @@ def test_paste_explain_jump_to_a_line_and_take_the_settings(lab: LabPage, jupyte
         lab.says("doctor-findings", f"{one.severity}: {one.code}")
     first = lab.part("doctor-findings").locator(".plab-excerpt").first
     _press_line(lab, 5)
-    expect(first.locator(".meant")).to_contain_text("5[2026-03-05 09:00:00 TP1] Disabling auto-selected prefill")
+    words = "5[2026-03-05 09:00:00 TP1] Disabling auto-selected prefill"
+    expect(first.locator(".meant")).to_contain_text(words, timeout=SOON_MS)
     assert lab.nameless_controls() == []
     figures = lab.part("doctor-figures").locator("svg[role=img]")
-    expect(figures).to_have_count(2)
+    expect(figures).to_have_count(2, timeout=SOON_MS)
     lab.press("doctor-take")
     lab.says("doctor-taken", "free_memory_gib 2.05")
     lab.says("preview", "skips, and prefill runs eager: the old gate skipped the capture: 2.05 GiB free")
@@ -61,7 +62,7 @@ def test_paste_explain_jump_to_a_line_and_take_the_settings(lab: LabPage, jupyte
     found = diagnose(NEW).findings[0]
     _press_line(lab, found.lines[0])
     lab.says("doctor-findings", found.message)
-    expect(figures.first).to_have_attribute("aria-label", re.compile(NEW.name))
+    expect(figures.first).to_have_attribute("aria-label", re.compile(NEW.name), timeout=SOON_MS)
     lab.press("doctor-take")
     lab.says("preview", "0.836, chosen by hand")
     _look(lab, "new")
