@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from toolkit.catalogue import load_config, resolve_model
 from toolkit.memory.trace import AffineTraces, AllocationTrace, record_allocations
 from toolkit.prefill.attention import ATTENTION_NAME, ForwardContext, forward_context, register_attention
-from toolkit.prefill.model_runner import resolve_language_model
+from toolkit.prefill.model_runner import model_geometry, resolve_language_model
 from toolkit.weights import meta_model
 
 # Dense with and without QK norm, mixture of experts, MLA with experts, sliding window, sinks and experts.
@@ -52,3 +54,12 @@ def test_the_live_peak_is_that_of_a_hand_count(num_tokens: int) -> None:
     # up and one product; cos and sin of one head beside them. All bf16, all in proportion to the tokens.
     values_per_token = 4 * 4096 + 3 * 12288 + 2 * 128
     assert traces("qwen3-8b").at(num_tokens).live_peak_bytes == values_per_token * 2 * num_tokens
+
+
+def test_a_probe_in_one_thread_does_not_see_a_forward_in_another() -> None:
+    """Found when a Lab's forecast ran beside a capture: the layers of both were taken for one model's."""
+    small, large = tiny_config("llama"), tiny_config("llama", num_hidden_layers=9, head_dim=32)
+    alone = [model_geometry(config) for config in (small, large)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(model_geometry, [small, large] * 20))
+    assert together == alone * 20

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from toolkit.forecast.before_capture import BeforeCapture
 from toolkit.forecast.terms import GRAPH_POOL, BucketForecast, Forecast, Range, Term
 from toolkit.policies import POLICIES
 from toolkit.settings import Backend, CaptureSettings
@@ -24,7 +25,7 @@ def forecast(ladder: tuple[int, ...]) -> Forecast:
 
 
 # A KV pool of 1 GiB, 1024 tokens a GiB.
-FORESIGHT = Foresight(forecast, LADDER, kv_tokens=1024, kv_gib=1.0, kv_fit=lambda gib: int(gib * 1024))
+FORESIGHT = Foresight(forecast, LADDER, BeforeCapture(1024, 1.0, lambda gib: int(gib * 1024)))
 
 
 def seen(free_gib: float, foresight: Foresight | None = FORESIGHT, **settings: object) -> dict[str, Verdict]:

@@ -115,6 +115,20 @@ def forecast_transformers(
     return _on_gpu(traces, ladder, gpu, notes)
 
 
+def forecast_for(settings: CaptureSettings, buckets: Sequence[int], **moment: Any) -> Forecast:
+    """`forecast_transformers` for what a capture is asked to do; `moment` are its arguments about the device."""
+    return forecast_transformers(
+        settings.model,
+        buckets,
+        backend=settings.resolved_backend,
+        compiler=settings.compiler,
+        dtype=settings.dtype,
+        request_slots=settings.request_slots,
+        max_context=settings.max_context,
+        **moment,
+    )
+
+
 def _fitting(
     traces: CaptureTraces, buckets: tuple[int, ...], kv_tokens: int | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -29,8 +29,8 @@ _TRACED_PERIODS = 5
 """The first may be special and two are compared; what all layers share may end in the last, from its start on."""
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""The engine knows one forward at a time, and widgets ask from threads of their own."""
+_ONE_AT_A_TIME = threading.RLock()
+"""While a model is traced it has only its first layers, and widgets ask from threads of their own."""
 
 
 class CaptureTraces:
@@ -57,15 +57,16 @@ class CaptureTraces:
 
     def at(self, num_tokens: int) -> CaptureTrace:
         """The trace of one bucket. The first call makes the recordings."""
-        if self._affine is None:
-            from toolkit.memory.trace import AffineTraces
+        from toolkit.memory.trace import AffineTraces
 
-            self._graphs = self._graph_runner()
-            requests, context = self._graphs.model_runner.capture_limits
-            self._affine = AffineTraces(self._record, LOW, min(HIGH, requests * context))
-        if num_tokens not in self._made:
-            self._made[num_tokens] = self._affine.at(num_tokens)
-        return self._made[num_tokens]
+        with _ONE_AT_A_TIME:
+            if self._affine is None:
+                self._graphs = self._graph_runner()
+                requests, context = self._graphs.model_runner.capture_limits
+                self._affine = AffineTraces(self._record, LOW, min(HIGH, requests * context))
+            if num_tokens not in self._made:
+                self._made[num_tokens] = self._affine.at(num_tokens)
+            return self._made[num_tokens]
 
     def runner(self, allocator: CachingAllocator, kv_tokens: int, buckets: tuple[int, ...]) -> ModelRunner:
         """Weights, KV pool and static buffers as the engine allocates them, and the runner that holds them.
@@ -89,7 +90,8 @@ class CaptureTraces:
         from toolkit.prefill.setup import guard_facts
 
         if self._facts is None:
-            self._facts = guard_facts(self.runner(CachingAllocator(), 1, (1,)))
+            with _ONE_AT_A_TIME:
+                self._facts = guard_facts(self.runner(CachingAllocator(), 1, (1,)))
         tokens = min(self._facts.capture_requests * self._facts.context_length, kv_tokens)
         return replace(self._facts, buckets=buckets, capture_tokens=tokens)
 
@@ -139,11 +141,12 @@ def capture_traces(config: Any, settings: CaptureSettings) -> CaptureTraces:
     backend = settings.resolved_backend
     window = (settings.request_slots, settings.max_context) if backend is Backend.FULL else ()
     key = (type(config), config.to_json_string(), backend, settings.compiler, settings.dtype, *window)
-    if key not in _MADE:
-        while len(_MADE) >= _KEPT:
-            del _MADE[next(iter(_MADE))]
-        _MADE[key] = CaptureTraces(config, settings)
-    return _MADE[key]
+    with _ONE_AT_A_TIME:
+        if key not in _MADE:
+            while len(_MADE) >= _KEPT:
+                del _MADE[next(iter(_MADE))]
+            _MADE[key] = CaptureTraces(config, settings)
+        return _MADE[key]
 
 
 # --- a few layers instead of all ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ looks the same to a capture, to torch.compile and to a memory trace: nobody sees
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,24 +112,31 @@ class ForwardContext:
         return keys.index_select(0, index), values.index_select(0, index)
 
 
-_active: list[ForwardContext] = []
+class _Contexts(threading.local):
+    """Batches under way in one thread: a forecast may trace in one while another runs."""
+
+    def __init__(self) -> None:
+        self.stack: list[ForwardContext] = []
+
+
+_active = _Contexts()
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
     """Make `context` the one attention looks at."""
-    _active.append(context)
+    _active.stack.append(context)
     try:
         yield
     finally:
-        _active.pop()
+        _active.stack.pop()
 
 
 def active_context() -> ForwardContext:
     """The batch that runs now. Raises CaptureError outside a forward of this toolkit."""
-    if not _active:
+    if not _active.stack:
         raise CaptureError(f"attention {ATTENTION_NAME!r} was called outside a forward pass of the toolkit")
-    return _active[-1]
+    return _active.stack[-1]
 
 
 def attention_function(

@@ -44,19 +44,14 @@ def forecast_run(
 
     Raises InvalidInput for a model that is not here or a card that is not in the catalogue.
     """
-    from toolkit.forecast.own_engine import forecast_transformers
+    from toolkit.forecast.own_engine import forecast_for
     from toolkit.hardware import gpu_like
 
     on_cpu = device.get("kind") == "cpu"
     capability = device.get("compute_capability")
-    return forecast_transformers(
-        settings.model,
+    return forecast_for(
+        settings,
         buckets,
-        backend=settings.resolved_backend,
-        compiler=settings.compiler,
-        dtype=settings.dtype,
-        request_slots=settings.request_slots,
-        max_context=settings.max_context,
         kv_cache_tokens=kv_cache_tokens,
         kv_first=get_policy(settings.policy).kv_first,
         static_tokens=static_tokens,

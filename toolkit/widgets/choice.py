@@ -194,8 +194,9 @@ def preview(choice: Choice, total_mib: float | None, foresight: Foresight | None
         return Preview(None, problem=str(error), backend=_backend_words(settings))
     free_gib, free_words = _free_before(settings, source, sizes, total_mib)
     asked, exact = settings.free_memory_gib is not None, False
-    if free_gib is not None and foresight is not None and foresight.free_gib is not None:
-        free_gib, exact = foresight.free_gib, True
+    known = None if foresight is None or foresight.before is None else foresight.before.free_gib
+    if free_gib is not None and known is not None:
+        free_gib, exact = known, True
         amount = f"{free_gib:.3f} GiB" if free_gib >= 0 else f"none, {-free_gib:.3f} GiB are missing"
         free_words = f"{amount} (forecast, exact on this device: weights, KV pool and static buffers counted)"
     moment = Moment(settings, sizes.buckets if sizes is not None else (), free_gib, asked, asked or exact)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from toolkit.catalogue import load_config, resolve_model
 from toolkit.errors import InvalidInput, PrefillLabError, one_line
+from toolkit.forecast.before_capture import before_capture
 from toolkit.forecast.terms import Forecast
-from toolkit.memory.allocator import CachingAllocator
-from toolkit.memory.ledger import Sizes, resolve_sizes
+from toolkit.memory.ledger import resolve_sizes
 from toolkit.settings import Backend, CaptureSettings
-from toolkit.widgets.verdicts import GIB, Foresight
-
-if TYPE_CHECKING:
-    from toolkit.forecast.own_traces import CaptureTraces
+from toolkit.widgets.verdicts import Foresight
 
 
 def foresee(settings: CaptureSettings, total_mib: float | None, gpu_name: str) -> Foresight:
@@ -45,37 +40,23 @@ def foresee(settings: CaptureSettings, total_mib: float | None, gpu_name: str) -
 
 
 def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Foresight:
-    import torch
-
     from toolkit.forecast.own_traces import capture_traces
-    from toolkit.prefill.build import NoMemoryForKV, kv_tokens_that_fit
-    from toolkit.prefill.devices.meta import MetaDevice
-    from toolkit.prefill.kv_pool import bytes_per_token
     from toolkit.runs.foretell import forecast_run
 
     config = load_config(resolve_model(settings.model)).get_text_config()
-    sizes: Sizes = resolve_sizes(settings, total_mib, mla=getattr(config, "kv_lora_rank", None) is not None)
+    sizes = resolve_sizes(settings, total_mib, mla=getattr(config, "kv_lora_rank", None) is not None)
     traces = capture_traces(config, settings)
-    dtype, total = getattr(torch, settings.dtype), int(total_mib * 2**20)
-    loaded = MetaDevice(CachingAllocator())
-    loaded.adopt(traces.weights)
-    weights = loaded.allocator.reserved_bytes()
     try:
-        tokens = kv_tokens_that_fit(settings, sizes, traces.geometry, dtype, total, total - weights, config)
-    except (NoMemoryForKV, InvalidInput) as error:
+        before = before_capture(settings, sizes, traces, config, int(total_mib * 2**20))
+    except InvalidInput as error:
         return Foresight(no_start=str(error))
-    on_cpu = settings.device == "cpu"
-    device = {"kind": "cpu" if on_cpu else "cuda", "name": gpu_name}
-    planned = (tokens + 1) * bytes_per_token(traces.geometry, dtype.itemsize) / GIB
-    free_gib = free_kv_last_gib = None
-    if on_cpu and settings.free_memory_gib is None:
-        # One token's pool fits into what is there anyway.
-        free_gib, without_pool = (_free_gib(traces, total, held, sizes.buckets) for held in (tokens, 1))
-        free_kv_last_gib = without_pool - planned
+    device = {"kind": "cpu" if settings.device == "cpu" else "cuda", "name": gpu_name}
+    # One forecast for every policy: where the KV pool comes last, a peak may differ by the gaps beside it.
+    kv_first = settings.with_changes(policy="ungated")
 
     @functools.cache
     def ask(ladder: tuple[int, ...]) -> Forecast:
-        return forecast_run(settings, ladder, device, tokens)
+        return forecast_run(kv_first, ladder, device, before.kv_tokens, max(sizes.buckets))
 
     whole = ask(sizes.buckets)
     if not whole.buckets:
@@ -83,29 +64,4 @@ def _foresee(settings: CaptureSettings, total_mib: float, gpu_name: str) -> Fore
     if not math.isfinite(whole.peak.mid):
         return Foresight(problem=whole.notes[-1], unforeseen=True)
     buckets = tuple(sorted(one.num_tokens for one in whole.buckets))
-    return Foresight(
-        ask=ask,
-        buckets=buckets,
-        kv_tokens=tokens,
-        kv_gib=planned,
-        kv_fit=_kv_fit(traces, dtype.itemsize, total),
-        free_gib=free_gib,
-        free_kv_last_gib=free_kv_last_gib,
-    )
-
-
-def _free_gib(traces: CaptureTraces, total: int, kv_tokens: int, buckets: tuple[int, ...]) -> float:
-    """GiB free with weights, KV pool and static buffers in place, on the accounted CPU device."""
-    allocator = CachingAllocator()
-    traces.runner(allocator, kv_tokens, buckets)
-    return (total - allocator.reserved_bytes()) / GIB
-
-
-def _kv_fit(traces: CaptureTraces, itemsize: int, total: int) -> Callable[[float], int]:
-    """Tokens of a pool of so many GiB that grows after the capture: each tensor takes whole steps of memory."""
-    from toolkit.prefill.devices.cpu import BACKING_STEP
-    from toolkit.prefill.elastic_kv import tokens_that_fit
-
-    rows = [layer.kv_heads * width * itemsize for layer in traces.geometry for width in (layer.k_dim, layer.v_dim)]
-    most = total // max(1, sum(rows))
-    return lambda gib: tokens_that_fit(rows, int(gib * GIB), BACKING_STEP, most)
+    return Foresight(ask=ask, buckets=buckets, before=before)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.forecast.before_capture import BeforeCapture
 from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
 from toolkit.forecast.terms import Forecast
 from toolkit.policies import MIN_AUTO_PREFILL_CUDA_GRAPH_FREE_MEMORY_GB as GATE_GIB
@@ -15,7 +16,6 @@ from toolkit.settings import Backend, CaptureSettings
 EDGE_GIB = 0.1
 """A forecast this little above the gate does not tell on which side the measured figure will lie."""
 PENDING = "n/a until the forecast is there"
-GIB = 1 << 30
 Kind = Literal["captured", "trimmed", "skipped", "oom", "unknown"]
 _PHRASES: dict[Kind, str] = {
     "captured": "captures",
@@ -66,11 +66,7 @@ class Foresight:
     Attributes:
         ask: the forecast of a ladder.
         buckets: what the engine's guards leave of the ladder.
-        kv_tokens: tokens of a KV pool that is sized before the capture.
-        kv_gib: what such a pool takes.
-        kv_fit: tokens of a pool of so many GiB that is sized after the capture.
-        free_gib: GiB free before the capture on the accounted CPU device, exact; None where it is not known better.
-        free_kv_last_gib: the same where the pool is sized last, what it would have taken by then counted as taken.
+        before: the device before the capture, with what is known of it; None where there is no forecast.
         problem: why there is no forecast.
         no_start: why no capture would begin under any policy.
         blocked: why nothing is captured under any policy: a guard's reason.
@@ -79,11 +75,7 @@ class Foresight:
 
     ask: Callable[[tuple[int, ...]], Forecast] | None = None
     buckets: tuple[int, ...] = ()
-    kv_tokens: int = 0
-    kv_gib: float = 0.0
-    kv_fit: Callable[[float], int] = lambda gib: 0
-    free_gib: float | None = None
-    free_kv_last_gib: float | None = None
+    before: BeforeCapture | None = None
     problem: str = ""
     no_start: str = ""
     blocked: str = ""
@@ -147,14 +139,15 @@ def _unforeseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresig
 
 
 def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight) -> Verdict:
-    assert foresight.ask is not None
+    before = foresight.before
+    assert foresight.ask is not None and before is not None
     settings = now.settings
-    if not policy.kv_first and foresight.free_kv_last_gib is not None:
-        free_gib = foresight.free_kv_last_gib
+    if not policy.kv_first and before.free_kv_last_gib is not None:
+        free_gib = before.free_kv_last_gib
     situation = Situation(
         free_gib=free_gib,
         free_low_gib=free_gib if now.exact else free_gib - EDGE_GIB,
-        kv_cache_tokens=foresight.kv_tokens,
+        kv_cache_tokens=before.kv_tokens,
         buckets=foresight.buckets,
         resolved=None,
         backend=settings.resolved_backend,
@@ -162,8 +155,8 @@ def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight
         reserve_gib=settings.reserve_gib,
         later_gib=settings.post_capture_need_gib,
         later_words=f"{mib_or_gib(settings.post_capture_need_gib)}, as declared",
-        kv_room_gib=foresight.kv_gib,
-        kv_tokens=foresight.kv_fit,
+        kv_room_gib=before.kv_gib,
+        kv_tokens=before.kv_fit,
     )
     outcome = plan_policy(policy.name, situation, foresight.ask)
     if outcome.code in ("gate_low_memory", "gate_passed") and (edge := _edge(now, free_gib)):
@@ -171,7 +164,7 @@ def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight
     kind, short = _short(outcome, len(foresight.buckets))
     reason = f"{outcome.reason}{'' if now.asked else ' (forecast)'}"
     tokens = outcome.kv_cache_tokens
-    change = None if policy.kv_first else tokens - foresight.kv_tokens
+    change = None if policy.kv_first else tokens - before.kv_tokens
     return _said(policy, kind, short, reason, tokens, change, outcome.trimmed, outcome.starved_gib)
 
 
