@@ -9,6 +9,7 @@
     toolkit.policy_map(model="qwen3-8b", fractions=[0.9, 0.94, 0.98])  # what each policy would do where
     design = toolkit.design_ladder("server.log", max_buckets=24)  # the ladder that fits the traffic
     toolkit.Lab()  # in a notebook: the same with widgets
+    toolkit.LogDoctor()  # in a notebook: paste a server's log
 
 Importing this is cheap: what is heavy is imported when it is first used, and torch only in a child process.
 """
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from toolkit.serverlogs.diagnosis import Diagnosis, diagnose
     from toolkit.settings import CaptureSettings
     from toolkit.widgets.lab import Lab
+    from toolkit.widgets.log_doctor import LogDoctor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Diagnosis",
     "Lab",
     "LadderDesign",
+    "LogDoctor",
     "Plan",
     "PlanSettings",
     "PolicyComparison",
@@ -68,16 +71,17 @@ _HOMES = {
     "Diagnosis": "toolkit.serverlogs.diagnosis",
     "Lab": "toolkit.widgets.lab",
     "LadderDesign": "toolkit.ladder_design",
+    "LogDoctor": "toolkit.widgets.log_doctor",
     "Plan": "toolkit.forecast.plan",
     "PlanSettings": "toolkit.forecast.plan_settings",
     "PolicyComparison": "toolkit.views.comparison",
     "PolicyMap": "toolkit.forecast.policy_map",
     "RunRecord": "toolkit.runs.record",
     "RunStore": "toolkit.runs.store",
-    "compare_policies": "toolkit.views.comparison",
     "compare_logs": "toolkit.serverlogs.compare",
-    "diagnose": "toolkit.serverlogs.diagnosis",
+    "compare_policies": "toolkit.views.comparison",
     "decide_on_ranks": "toolkit.forecast.ranks",
+    "diagnose": "toolkit.serverlogs.diagnosis",
     "generate_prefill_buckets": "toolkit.ladder",
 }
 

@@ -191,7 +191,7 @@ class LabPage:
         return list(self.evaluate(_NAMELESS))
 
     def cut_off(self) -> list[str]:
-        """What is wider than its place. Wide tables scroll in a region of their own, and are not meant."""
+        """What is wider than its place. Wide tables and text fields scroll by themselves, and are not meant."""
         return list(self.evaluate(_CUT_OFF))
 
     def picture(self, path: Path, width: int) -> None:
@@ -226,7 +226,8 @@ _NAMELESS = """() => [...document.querySelectorAll(
     .map(one => one.outerHTML.slice(0, 200))"""
 
 _CUT_OFF = """() => [document.documentElement, document.querySelector('.plab').parentElement,
-        ...document.querySelectorAll('.plab, .plab *:not(.wide, .wide *, .noUi-target *, pre, input, select, svg *)')]
+        ...document.querySelectorAll(
+            '.plab, .plab *:not(.wide, .wide *, .noUi-target *, pre, input, textarea, select, svg *)')]
     .filter(one => one.clientWidth && one.scrollWidth > one.clientWidth + 2)
     .map(one => `${one.tagName} ${one.className}: ${one.scrollWidth} in ${one.clientWidth} px`)"""
 

@@ -20,7 +20,9 @@ _TITLES = {
     "Capturing CUDA graph shapes": "prefill",
     "Capturing encoder CUDA graphs": "encoder",
 }
-_TITLE = re.compile("|".join(map(re.escape, sorted(_TITLES, key=len, reverse=True))))
+TITLES = tuple(sorted(_TITLES, key=len, reverse=True))
+"""What a bar begins with; one that begins like another stands before it."""
+_TITLE = re.compile("|".join(map(re.escape, TITLES)))
 _DETAIL = re.compile(r"[ ,]{0,4}(?:\(([^()\n]{1,120})\)|[^:()\[\]|%]{0,60}\))")
 # Clocks count when what follows them is there; a total may end the line (excerpts), so one cut inside it is believed.
 _STATE = re.compile(

@@ -104,7 +104,7 @@ def beside_forecast(
     if not found or found[-1][0].engine != "sglang":
         return None, ("no forecast: the log has no memory figures of an SGLang server",)
     startup, ledgers = found[-1]
-    name = model or _known_model(startup)
+    name = model or known_model(startup)
     if name is None:
         return None, ("no forecast: the log does not name a model of the catalogue; give model",)
     ledger = tightest(ledgers)
@@ -129,7 +129,7 @@ def beside_forecast(
     return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole), ()
 
 
-def _known_model(startup: Startup) -> str | None:
+def known_model(startup: Startup) -> str | None:
     """The catalogue's id for the model that the arguments name. What a log names is never fetched or opened."""
     from toolkit.catalogue import search_models
 

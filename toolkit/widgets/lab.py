@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import InvalidInput
 from toolkit.runs.record import RunRecord
 from toolkit.views import frames
+from toolkit.widgets.installed import check_installed
 
 if TYPE_CHECKING:
     from toolkit.widgets.choice import Preview
+    from toolkit.widgets.forecast_state import ForecastState
+    from toolkit.widgets.log_doctor import LogDoctor
     from toolkit.widgets.state import LabState
 
 
@@ -28,7 +29,7 @@ class Lab:
         Records are kept in `runs_dir`, else PREFILL_LAB_RUNS, else ./runs, and found there again. Raises
         InvalidInput for settings that cannot be used, and where ipywidgets is not installed.
         """
-        _check_installed()
+        check_installed("the Lab")
         from toolkit.widgets.state import LabState
 
         self.state: LabState = LabState(runs_dir, **settings)
@@ -100,6 +101,8 @@ class Lab:
             from toolkit.widgets.binding import close_all
 
             close_all(self.__dict__.pop("view"))
+        if "doctor" in self.__dict__:
+            self.__dict__.pop("doctor").close()
         self.state.unobserve_all()
         self.state.runs, self.state.record, self.state.other = (), None, None
 
@@ -121,19 +124,33 @@ class Lab:
         return self.state.runs
 
     @cached_property
+    def forecast(self) -> ForecastState:
+        """The forecast beside the controls: its own are `gpu` and `tp`."""
+        from toolkit.widgets.forecast_state import ForecastState
+
+        return ForecastState(self.state)
+
+    @cached_property
+    def doctor(self) -> LogDoctor:
+        """The Log Doctor of this Lab: `lab.doctor.explain("server.log")`, `lab.doctor.take()`."""
+        from toolkit.widgets.log_doctor import LogDoctor
+
+        return LogDoctor(lab=self)
+
+    @cached_property
     def view(self) -> Any:
         """The widgets, built once: displayed twice, they are one and the same."""
         import ipywidgets
 
         from toolkit.widgets.binding import follow_subshell
         from toolkit.widgets.controls import act_view, pick_view
+        from toolkit.widgets.doctor_view import folded
         from toolkit.widgets.forecast_panel import ForecastPanel
-        from toolkit.widgets.forecast_state import ForecastState
         from toolkit.widgets.panels import STYLE
         from toolkit.widgets.results import ResultsView
 
-        forecast = ForecastPanel(ForecastState(self.state))
-        views = [pick_view(self.state), act_view(self.state), ResultsView(self.state).box, forecast.box]
+        views = [pick_view(self.state), act_view(self.state), ResultsView(self.state).box]
+        views += [ForecastPanel(self.forecast).box, folded(self.doctor.parts.box)]
         parts = [ipywidgets.HTML(STYLE), *views]
         box = ipywidgets.VBox(parts, layout=ipywidgets.Layout(width="100%"))
         box.add_class("plab")
@@ -162,11 +179,6 @@ class Lab:
             ]
         lines.append(f"  {_shown(state.record)}")
         return "\n".join(lines)
-
-
-def _check_installed() -> None:
-    if find_spec("ipywidgets") is None:
-        raise InvalidInput("the Lab needs ipywidgets", "it comes with the extra lab", "pip install 'prefill-lab[lab]'")
 
 
 def _shown(record: RunRecord | None) -> str:
