@@ -57,7 +57,7 @@ def test_without_times_there_are_shares_and_no_milliseconds() -> None:
     comparison = compare_policies([timed("ungated", (4, 8)).model_copy(update={"speed": []})], {8: 1})
     (row,) = comparison.frame.to_dict("records")
     assert row["eager_percent"] == 0.0 and str(row["prefill_ms"]) == "nan"
-    assert "none was timed" in comparison.provenance
+    assert "fewer than two buckets were timed" in comparison.provenance
 
 
 def test_the_even_mix_covers_every_order_of_magnitude_up_to_the_ceiling() -> None:
@@ -74,6 +74,26 @@ def test_buckets_that_were_left_out_count_as_asked_for() -> None:
     assert asked_buckets(record) == (4, 8, 16, 32)
     assert max(compare_policies([record]).mix.counts) == 32
     assert list(compare_policies([record]).frame["left_out"]) == [2]
+
+
+def test_what_it_comes_to_is_said_in_sentences() -> None:
+    busy = "the machine was busy (load 7.8 on 2 cores): times are inflated by other work"
+    first = timed("capture_first", (4, 8, 16), kv_cache_tokens=900, notes=[busy])
+    budgeted = timed("budgeted", (4, 8), kv_cache_tokens=1000, trimmed=[16], notes=[busy])
+    comparison = compare_policies([budgeted, first, oom_record()], {16: 3, 8: 1})
+    words = comparison.sentences
+    assert words[0] == "budgeted: 2 buckets have a graph; 75 % of the prefills of the mix run eager"
+    assert words[1].startswith("capture_first: 3 buckets have a graph, 100 KV tokens fewer than the most; 0 %")
+    assert words[2] == "ungated: no server starts (oom)"
+    assert "exit code 1, because no server would start under ungated" in words
+    assert words[-1] == busy and words.count(busy) == 1
+    assert any("on a CPU a replay saves no launches" in line for line in words)
+
+
+def test_what_a_skip_leaves_out_is_counted_too() -> None:
+    ungated = timed("ungated", (4, 8))
+    gated = with_policy(skipped_record(settings=ungated.settings), "gated")
+    assert list(compare_policies([ungated, gated]).frame["left_out"]) == [0, 2]
 
 
 def test_no_run_is_refused() -> None:

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from toolkit.forecast.needs import ladder_needs
 from toolkit.forecast.terms import Forecast
 from toolkit.memory.rules import Resolution
-from toolkit.policies import Decision, Policy, PolicyFacts, get_policy, mib_or_gib, reserve_gib, starved_gib
+from toolkit.policies import (
+    Decision,
+    OnOutOfMemory,
+    Policy,
+    PolicyFacts,
+    get_policy,
+    mib_or_gib,
+    reserve_gib,
+    starved_gib,
+)
 from toolkit.settings import Backend
 
 GRAPH_RUNNER, EAGER_RUNNER = "PrefillCudaGraphRunner", "EagerRunner"
@@ -166,7 +175,8 @@ def _captured(now: Situation, decision: Decision, forecast: Forecast) -> PolicyO
         )
     tight = peak.high > now.free_low_gib * 1024
     bounds = f"up to {peak.high / 1024:.2f} GiB against as little as {now.free_low_gib:.2f} GiB free"
-    remark = f"; at the ends of both ranges it does not fit ({bounds}): it may run out of memory" if tight else ""
+    then = "it may run out of memory" if decision.on_oom is OnOutOfMemory.FAIL else "it may stop early or run eager"
+    remark = f"; at the ends of both ranges it does not fit ({bounds}): {then}" if tight else ""
     return PolicyOutcome(
         runner=GRAPH_RUNNER,
         outcome="captured",

@@ -84,21 +84,21 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """Whether it fits, in one sentence: needed, free, what stays, how long."""
+        """Whether it fits, in one sentence: needed, free, what the graphs keep, how long."""
         if self.forecast is None:
             return "no prefill graph: " + next((one.reason for one in self.policies.values()), "disabled")
         peak, total = self.forecast.peak, self.forecast.total
         free = self.ledger.line("free_before_capture")
-        captured = [one for one in self.policies.values() if one.outcome == "captured"]
-        tight = any(one.tight for one in captured)
-        word = "may not fit" if tight else "fits" if captured else "does not fit"
-        if not captured and all(one.outcome == "skipped" for one in self.policies.values()):
+        # Of the whole ladder beside a KV pool that is sized first, whatever a policy makes of it.
+        certain = peak.high <= 1024 * free.low_gib
+        word = "does not fit" if peak.mid > 1024 * free.gib else "fits" if certain else "may not fit"
+        if all(one.outcome == "skipped" for one in self.policies.values()):
             word = "is not captured"
         seconds = f"; about {sum(self.forecast.capture_s):.0f} s" if self.forecast.capture_s else "; time n/a"
         return (
             f"{word}: the capture needs {peak.mid / 1024:.2f} GiB ({peak.low / 1024:.2f} to {peak.high / 1024:.2f}) of "
-            f"{free.gib:.2f} GiB free ({free.low_gib:.2f} to {free.high_gib:.2f}); {total.mid / 1024:.2f} GiB stay"
-            f"{seconds}"
+            f"{free.gib:.2f} GiB free ({free.low_gib:.2f} to {free.high_gib:.2f}); "
+            f"the graphs keep {total.mid / 1024:.2f} GiB{seconds}"
         )
 
     @property

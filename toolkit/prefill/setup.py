@@ -306,7 +306,9 @@ def _size_kv(
             result, runner=None, outcome="oom", reason_code="no_memory_for_kv", reason=problem, free_after_gib=after
         )
     emit(_log(kv_line(pool.num_tokens, after)))
-    return replace(result, free_after_gib=after)
+    steps = f"each of its tensors takes whole steps of {device.backing_step >> 20} MiB"
+    reason = f"{result.reason}; the pool gets {pool.num_tokens} tokens ({steps})"
+    return replace(result, free_after_gib=after, reason=reason)
 
 
 def _judged(result: GraphCapture, post_capture_gib: float) -> GraphCapture:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,9 @@ class PolicyComparison:
         """
         import pandas as pd
 
+        asked = len({bucket for record in self.records for bucket in asked_buckets(record)})
         rows = [
-            _row(record, coverage, timed)
+            _row(record, coverage, timed, asked)
             for record, coverage, timed in zip(self.records, self.coverages, self.timed, strict=True)
         ]
         return pd.DataFrame(rows, columns=list(_TYPES)).astype(_TYPES)
@@ -69,13 +70,27 @@ class PolicyComparison:
         labels = dict.fromkeys(record.device_label for record in self.records)
         return f"measured on {', '.join(labels)} | prompts: {self.mix.source} | times: {self.source}"
 
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What each run comes to, one sentence each, and what to know about the figures."""
+        frame = self.frame
+        most = frame["kv_tokens"].max()
+        lines = [_sentence(row, most) for row in frame.to_dict("records")]
+        failed = [policy_name(record) for record in self.records if record.exit_code]
+        if failed:
+            lines.append(f"exit code 1, because no server would start under {', '.join(failed)}")
+        if any(record.device.get("kind") == "cpu" for record in self.records):
+            lines.append("on a CPU a replay saves no launches: compare shares there, and milliseconds on a GPU")
+        busy = (note for record in self.records for note in record.notes if "machine was busy" in note)
+        return (*lines, *list(dict.fromkeys(busy))[:1])
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it: the rows, and where they come from. Missing is None."""
         rows = [
             {name: None if str(value) in ("nan", "<NA>", "None") else value for name, value in row.items()}
             for row in self.frame.astype(object).to_dict("records")
         ]
-        return {"rows": rows, "mix": self.mix.source, "times": self.source}
+        return {"rows": rows, "mix": self.mix.source, "times": self.source, "sentences": list(self.sentences)}
 
     def _repr_html_(self) -> str:
         return f"{display_table(self.frame).to_html()}<p>{safe(self.provenance)}</p>"
@@ -121,7 +136,9 @@ def compare_policies(records: Sequence[RunRecord], traffic: Any = None) -> Polic
         coverages.append(cover(histogram, ladder, cost, REPLAY_LIMIT_FACTOR) if serves else None)
     timed = tuple(_alike(record) in costs for record in records)
     sources = dict.fromkeys(cost.source for cost in costs.values())
-    return PolicyComparison(tuple(records), mix, tuple(coverages), timed, "; ".join(sources) or f"{NA}, none was timed")
+    return PolicyComparison(
+        tuple(records), mix, tuple(coverages), timed, "; ".join(sources) or f"{NA}, fewer than two buckets were timed"
+    )
 
 
 def default_mix(ceiling: int) -> PromptHistogram:
@@ -169,14 +186,24 @@ def _alike(record: RunRecord) -> tuple[str, ...]:
     return model_name(record), backend_name(record), str(record.settings.get("dtype")), record.device_label
 
 
-def _row(record: RunRecord, coverage: Coverage | None, timed: bool) -> dict[str, Any]:
+def _sentence(row: Mapping[Hashable, Any], most_kv: Any) -> str:
+    if row["outcome"] not in SERVES:
+        return f"{row['policy']}: no server starts ({row['outcome']})"
+    eager = f"{row['eager_percent']:.0f} % of the prefills of the mix run eager"
+    fewer = 0 if row["kv_tokens"] is None else most_kv - row["kv_tokens"]
+    kv = f", {fewer:,} KV tokens fewer than the most" if fewer else ""
+    return f"{row['policy']}: {row['buckets']} buckets have a graph{kv}; {eager}"
+
+
+def _row(record: RunRecord, coverage: Coverage | None, timed: bool, asked: int) -> dict[str, Any]:
     serves = coverage is not None
+    captured = len(record.buckets) if record.outcome == "captured" else 0
     return {
         "policy": policy_name(record),
         "outcome": record.outcome,
         "runner": record.runner or NA,
-        "buckets": len(record.buckets) if record.outcome == "captured" else 0,
-        "left_out": len(record.trimmed) if serves else None,
+        "buckets": captured,
+        "left_out": asked - captured if serves else None,
         "free_after_gib": record.free_after_gib if serves else None,
         "kv_tokens": record.kv_cache_tokens if serves else None,
         "prefill_ms": coverage.mean_cost if coverage is not None and timed else None,

@@ -115,11 +115,12 @@ def _buckets(plan: Plan) -> Table:
 def _policies(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("policy", "outcome", "runner", "buckets", "free after", "KV tokens"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name not in ("outcome", "runner"), overflow="fold")
     for name, one in plan.policies.items():
         captured = f"{len(one.captured_buckets)} of {len(plan.buckets)}"
         after = memory_words(one.free_after_gib)
-        table.add_row(name, one.outcome, one.runner or NA, captured, after, count(one.kv_cache_tokens))
+        outcome = f"{one.outcome}, uncertain" if one.tight and one.outcome == "captured" else one.outcome
+        table.add_row(name, outcome, one.runner or NA, captured, after, count(one.kv_cache_tokens))
     return table
 
 

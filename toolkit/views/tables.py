@@ -129,7 +129,8 @@ def comparison_view(comparison: PolicyComparison) -> list[RenderableType]:
         table.add_row(name, *(plain(display_value(column, value)) for value in comparison.frame[column]))
     labels = list(dict.fromkeys(f"measured on {provenance_line(record)}" for record in records))
     mix = f"mix of prompts: {comparison.mix.source}; times: {comparison.source}"
-    parts: list[RenderableType] = [table, *(plain(label) for label in labels), plain(mix)]
+    eager = "eager prefills: of more tokens than the largest bucket, or in a bucket of over twice their tokens"
+    parts: list[RenderableType] = [table, *(plain(line) for line in (*labels, mix, eager, *comparison.sentences))]
     for record in records:
         parts.append(plain(f"{policy_name(record)} ({record.id}): {record.reason}"))
         parts.extend(plain(f"  {line}") for line in record.advice)
@@ -141,9 +142,9 @@ def runs_view(records: Sequence[RunRecord]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", no_wrap=True, min_width=22)
     for name in ("model", "policy", "backend", "device", "outcome"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in ("buckets", "free before", "used", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     for record in records:
         names = (record.id, model_name(record), policy_name(record), backend_name(record))
         figures = (
