@@ -150,7 +150,7 @@ def test_with_a_forecast_the_values_are_computed() -> None:
         "max-tokens": "16", "mem-fraction": "0.775", "policy": "budgeted", "backend": "disabled"
     }  # fmt: skip
     lines = advise(fields, CaptureSettings.create(free_memory_gib=1.0), Shortfall(1.2555, ()))
-    assert options(lines) == {"free-memory": "2.26", "policy": "budgeted", "backend": "disabled"}
+    assert options(lines) == {"free-memory": "2.28", "policy": "budgeted", "backend": "disabled"}
 
 
 def test_a_trimmed_ladder_says_what_the_whole_one_would_take() -> None:
@@ -170,3 +170,21 @@ def test_what_starves_is_said_whatever_the_outcome() -> None:
 def test_graphs_that_leave_no_kv_pool_need_a_lower_ceiling() -> None:
     (line,) = advice("oom", "no_memory_for_kv", settings={"policy": "capture_first"})
     assert line.startswith("lower the ceiling")
+
+
+def test_more_than_the_device_has_is_not_advised() -> None:
+    fields = {"outcome": "oom", "reason_code": "out_of_memory", "oom_bucket": 64, "ledger": {"total_gib": 1.0}}
+    lines = advise(fields, CaptureSettings.create(free_memory_gib=0.5), Shortfall(4096.0, ()))
+    assert "free-memory" not in options(lines) and lines[0].startswith("use a device with more memory")
+
+
+@pytest.mark.parametrize("policy", ["budgeted", "capture_first"])
+def test_a_policy_that_is_in_use_is_not_advised(policy: str) -> None:
+    settings = CaptureSettings.create(policy=policy, free_memory_gib=0.5, buckets=(8, 16))
+    (line,) = advise({"outcome": "captured", "starved_gib": 0.25}, settings)
+    assert line.endswith("raise --free-memory or shorten --buckets")
+
+
+def test_a_reserve_that_leaves_no_kv_pool_is_named_as_the_cause() -> None:
+    (line,) = advice("oom", "no_memory_for_kv", settings={"policy": "capture_first", "reserve_gib": 64})
+    assert line.startswith("lower --reserve")

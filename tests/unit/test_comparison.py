@@ -121,3 +121,19 @@ def test_the_figure_says_what_it_shows() -> None:
 def test_the_share_of_token_counts_that_replay(ladder: tuple[int, ...], ceiling: int, expected: float) -> None:
     # A bucket replays from half of its tokens on: 2 to 8 of 8, 4 to 8 of 16.
     assert replay_share(ladder, ceiling) == expected
+
+
+@pytest.mark.parametrize("records", ["x", [1, 2], [None]])
+def test_what_is_no_run_is_refused(records: Any) -> None:
+    with pytest.raises(InvalidInput, match="is no run"):
+        compare_policies(records)
+
+
+def test_runs_may_come_one_by_one() -> None:
+    assert len(compare_policies(one for one in [timed("ungated", (4, 8))]).records) == 1  # type: ignore[arg-type]
+
+
+def test_a_run_that_never_came_to_its_ladder_is_still_weighed_by_it() -> None:
+    skipped = skipped_record(settings={"buckets": [8, 64]})
+    assert asked_buckets(skipped) == (8, 64)
+    assert max(compare_policies([skipped]).mix.counts) == 64

@@ -277,3 +277,26 @@ def test_a_value_that_is_wrong_alone_is_a_cell_with_its_reason() -> None:
     assert "unknown GPU" in str(found.cell("gated", "h1000").cell.problem)
     with pytest.raises(KeyError):
         found.cell("gated", "l4")
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"fractions": 5}, "mem_fraction"),
+        ({"fractions": None}, "mem_fraction"),
+        ({"rows": {"tp": [{}]}}, "axis tp"),
+        ({"rows": [1, 2]}, "rows is list"),
+        ({"rows": {"policy": ["gated"]}, "fractions": [0.9]}, "policy is no axis"),
+        ({"rows": {"bogus": [1]}, "fractions": [0.9]}, "axis 'bogus' is no setting"),
+        ({"fractions": [0.9], "records": 5}, "int is no run"),
+        ({"fractions": [0.9], "records": ["x"]}, "str is no run"),
+    ],
+)
+def test_what_makes_no_axis_is_refused_in_one_line(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        toolkit.policy_map(**choices)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_policies_may_be_a_list() -> None:
+    assert toolkit.policy_map(fractions=[0.9], policy=["gated", "budgeted"]).policies == ("gated", "budgeted")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,3 +84,16 @@ def test_a_server_without_graphs_has_nothing_to_decide() -> None:
     off = toolkit.plan(model="qwen3-8b", gpu="h100-80gb", backend="disabled")
     with pytest.raises(InvalidInput, match="no prefill graph"):
         decide_on_ranks(off, (2.0,))
+
+
+@pytest.mark.parametrize("free", ["12", 5, None, [None], ["a"], [float("nan"), 1], [float("inf")], [10**400], [], [-1]])
+def test_free_memory_that_is_none_is_refused(free: Any) -> None:
+    with pytest.raises(InvalidInput, match="free memory"):
+        decide_on_ranks(toolkit.plan(), free)
+
+
+def test_ranks_may_come_as_an_array_and_policies_as_a_text() -> None:
+    found = decide_on_ranks(toolkit.plan(), np.array([2.0, 3.0]), policies="gated")  # type: ignore[arg-type]
+    assert (found.free_gib, list(found.policies)) == ((2.0, 3.0), ["gated"])
+    with pytest.raises(InvalidInput, match="no plan"):
+        decide_on_ranks(None, [1.0])  # type: ignore[arg-type]

@@ -109,6 +109,7 @@ def cell_key(settings: PlanSettings | CaptureSettings, device: str, buckets: tup
         memory,
         settings.reserve_gib,
         settings.post_capture_need_gib,
+        getattr(settings, "role", "target"),
     )
 
 

@@ -74,6 +74,8 @@ class Judged:
         """Change of the KV pool against one that is sized first, as a share of that; None where none is served."""
         if self.captured_share is None or self.outcome is None or not self.cell.kv_cache_tokens:
             return None
+        if self.outcome.kv_cache_tokens is None:
+            return None
         return self.outcome.kv_cache_tokens / self.cell.kv_cache_tokens - 1
 
     @property

@@ -35,7 +35,7 @@ class PolicyOutcome:
         reason: one sentence.
         captured_buckets: token counts, largest first.
         free_after_gib: GiB free when graphs and KV pool are in place.
-        kv_cache_tokens: tokens of the KV pool.
+        kv_cache_tokens: tokens of the KV pool; None where a measured run does not say.
         margin_gib: what the worst moment of the capture leaves by the middle of the forecast.
         tight: whether the upper bound of the need would not fit into the lower bound of what is free.
         log_line: a server's own line about it.
@@ -50,7 +50,7 @@ class PolicyOutcome:
     reason: str
     captured_buckets: tuple[int, ...]
     free_after_gib: float | None
-    kv_cache_tokens: int
+    kv_cache_tokens: int | None
     margin_gib: float | None = None
     tight: bool = False
     log_line: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -75,11 +76,12 @@ class PlanSettings(MemoryChoice, GraphChoice, ReserveChoice):
         return ITEMSIZES[self.kv_dtype or self.dtype]
 
 
-def chosen_policies(policy: str) -> tuple[str, ...]:
-    """Names from `gated,budgeted`, in that order; every one there is for `all`. Raises InvalidInput for another."""
-    if policy == ALL:
+def chosen_policies(policy: str | Iterable[str]) -> tuple[str, ...]:
+    """Names from `gated,budgeted` or a list of them; every one there is for `all`. Raises InvalidInput for another."""
+    named = policy.split(",") if isinstance(policy, str) else policy
+    names = tuple(dict.fromkeys(str(name).strip() for name in named))
+    if names == (ALL,):
         return tuple(POLICIES)
-    names = tuple(dict.fromkeys(name.strip() for name in policy.split(",")))
     for name in names:
         get_policy(name)
     return names

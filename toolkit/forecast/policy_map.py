@@ -193,7 +193,7 @@ def policy_map(
     rows: Mapping[str, Sequence[Any]] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     executed: Sequence[Executed] = (),
-    policy: str = ALL,
+    policy: str | Sequence[str] = ALL,
     **settings: Any,
 ) -> PolicyMap:
     """The outcome of each policy over one or two settings.
@@ -213,9 +213,12 @@ def policy_map(
     across, down = _axes(rows, columns, settings)
     fixed = dict(settings)
     planner = _planner(fixed, (across, down))
+    for axis in filter(None, (across, down)):
+        _check_axis(axis.name, planner.settings_class.model_fields)
     from toolkit.forecast.plan_settings import chosen_policies
 
     names = chosen_policies(policy)
+    policy = ",".join(names)
     known = {(one.key, one.policy): one for one in executed}
     judged, cells = [], []
     for coordinates in _coordinates(across, down):
@@ -252,9 +255,19 @@ def _axes(
     return across[0], down[0] if down else None
 
 
+def _check_axis(name: str, fields: Mapping[str, Any]) -> None:
+    if name == "policy":
+        raise InvalidInput(
+            "policy is no axis", "another setting: each cell shows every policy", "policy='gated,budgeted'"
+        )
+    if name not in fields:
+        raise InvalidInput(f"axis {name!r} is no setting", f"settings are {', '.join(fields)}")
+
+
 def _one_axis(which: str, given: Mapping[str, Sequence[Any]]) -> Axis:
-    if len(given) != 1:
-        raise InvalidInput(f"{which} names {len(given)} settings", "one setting with its values")
+    if not isinstance(given, Mapping) or len(given) != 1:
+        said = f"names {len(given)} settings" if isinstance(given, Mapping) else f"is {type(given).__name__}"
+        raise InvalidInput(f"{which} {said}", "one setting with its values", "for example {'max_tokens': [512, 2048]}")
     (name, values), *_ = given.items()
     return Axis(name, _values(name, values))
 
@@ -263,7 +276,10 @@ def _values(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Each once, in the order given; floats without the noise of arithmetic, so that a cell can be asked for."""
     if isinstance(values, str):
         raise InvalidInput(f"{name} is one text, {values[:40]!r}", "a list of values", f"[{values[:40]!r}]")
-    plain = tuple(dict.fromkeys(_plain(value) for value in values))
+    try:
+        plain = tuple(dict.fromkeys(_plain(value) for value in values))
+    except TypeError:  # nothing to go through, or nothing to look up by
+        raise InvalidInput(f"axis {name} cannot be used", "a list of plain values", "for example [0.9, 0.95]") from None
     if not plain:
         raise InvalidInput(f"axis {name} is empty", "at least one value")
     return plain

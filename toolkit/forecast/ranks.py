@@ -8,15 +8,17 @@ fits the smallest rank fits all, as long as they need the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
 from toolkit.forecast.needs import ladder_needs
 from toolkit.forecast.outcomes import Ask
 from toolkit.forecast.plan import Plan, forecaster, later_need
+from toolkit.forecast.plan_settings import chosen_policies
 from toolkit.forecast.terms import Forecast
 from toolkit.policies import Decision, Policy, PolicyFacts, get_policy, reserve_gib, same_on_all_ranks
 from toolkit.settings import Backend
@@ -103,7 +105,7 @@ class RankDecision:
         return ranks_html(self)
 
 
-def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: Sequence[str] | None = None) -> RankDecision:
+def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: str | Sequence[str] | None = None) -> RankDecision:
     """What each rank of a planned server would decide alone, and what is decided for all.
 
     Args:
@@ -114,8 +116,9 @@ def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: Sequence[st
     Raises:
         InvalidInput: no rank, less than no memory, or a plan without prefill graphs.
     """
-    if not free_gib or min(free_gib) < 0:
-        raise InvalidInput("the ranks' free memory is not known", "GiB of at least one rank, 0 or more", "(2.05, 2.28)")
+    if not isinstance(plan, Plan):
+        raise InvalidInput(f"{type(plan).__name__} is no plan", "a plan of toolkit.plan()")
+    free = _free(free_gib)
     if plan.backend is Backend.DISABLED:
         raise InvalidInput("no prefill graph is planned", "a plan whose backend captures", "see plan.summary")
     forecast = forecaster(plan.settings)
@@ -124,12 +127,24 @@ def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: Sequence[st
         return forecast(plan.model, plan.backend, buckets)
 
     found = {}
-    for name in policies or tuple(plan.policies):
+    for name in tuple(plan.policies) if policies is None else chosen_policies(policies):
         policy = get_policy(name)
-        facts = [_facts(plan, policy, gib, ask) for gib in free_gib]
+        facts = [_facts(plan, policy, gib, ask) for gib in free]
         together, alone, smallest = same_on_all_ranks(policy, facts)
-        found[name] = PolicyOnRanks(name, tuple(free_gib), alone, together, smallest)
-    return RankDecision(plan, tuple(free_gib), found)
+        found[name] = PolicyOnRanks(name, free, alone, together, smallest)
+    return RankDecision(plan, free, found)
+
+
+def _free(given: Any) -> tuple[float, ...]:
+    """GiB of every rank. Raises InvalidInput for anything that is not a finite number of 0 or more."""
+    problem = InvalidInput("the ranks' free memory is not known", "GiB of at least one rank, 0 or more", "(2.05, 2.28)")
+    try:
+        free = () if isinstance(given, (str, bytes)) else tuple(float(gib) for gib in given)
+    except (TypeError, ValueError, OverflowError):
+        raise problem from None
+    if not free or not all(math.isfinite(gib) and gib >= 0 for gib in free):
+        raise problem
+    return free
 
 
 def between(low_gib: float, high_gib: float, ranks: int) -> tuple[float, ...]:

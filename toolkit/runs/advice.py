@@ -9,9 +9,11 @@ from typing import Any
 
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.policies import LadderNeed, PolicyFacts, get_policy, mib_or_gib
-from toolkit.settings import CaptureSettings
+from toolkit.settings import MAX_DEVICE_GIB, CaptureSettings
 
 _MORE_FREE_GIB = 0.25
+_SEGMENT_GIB = 20 / 1024
+"""What the caching allocator takes at once for tensors of 1 to 10 MiB (`kLargeBuffer` of torch)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,17 @@ def advise(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfal
     """
     adviser = _ADVISERS.get(str(fields.get("outcome")))
     lines = adviser(fields, settings, short) if adviser else []
-    return [*lines, *_starved(fields)]
+    return [*lines, *_starved(fields, settings)]
 
 
 def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
         if not get_policy(settings.policy).kv_first:
-            return ["lower the ceiling (--max-tokens), or use a device with more memory: the graphs leave no KV pool"]
+            lower = (
+                "lower --reserve or the declared need" if settings.reserve_gib or settings.post_capture_need_gib else ""
+            )
+            why = "graphs and what has to stay free leave no KV pool"
+            return [f"{lower or 'lower the ceiling (--max-tokens)'}, or use a device with more memory: {why}"]
         return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
     if fields.get("reason_code") == "out_of_memory_before_capture":
         return [
@@ -82,9 +88,13 @@ def _more_free(fields: Mapping[str, Any], settings: CaptureSettings, short: Shor
     """A lower fraction, or more memory left free: by what is missing, or by a step to try."""
     more = _MORE_FREE_GIB if short is None else short.more_gib
     if settings.free_memory_gib is not None:
-        # Two figures after the leading one, rounded up, so that it is enough.
-        enough = settings.free_memory_gib * 2 if short is None else _rounded_up(settings.free_memory_gib + more)
-        why = "" if short is None else f" ({mib_or_gib(more)} more, by the forecast)"
+        # Two figures after the leading one, rounded up, so that it is enough; and one large segment of the allocator,
+        # because a smaller KV pool leaves other gaps for the warm-up.
+        known = settings.free_memory_gib + more + _SEGMENT_GIB
+        enough = settings.free_memory_gib * 2 if short is None else _rounded_up(known)
+        why = "" if short is None else f" ({mib_or_gib(more)} more by the forecast, and a step of the allocator)"
+        if enough >= ((fields.get("ledger") or {}).get("total_gib") or MAX_DEVICE_GIB):
+            return ["use a device with more memory: what has to stay free is more than this one has"]
         return [f"leave more free: --free-memory {enough:g}{why}"]
     pool = more if short is None or short.pool_gib is None else short.pool_gib
     lower = _lower_fraction(fields, pool)
@@ -144,14 +154,15 @@ def _after_capture(fields: Mapping[str, Any], settings: CaptureSettings, short: 
     return _for_all_buckets(fields, settings, short) if fields.get("trimmed") else []
 
 
-def _starved(fields: Mapping[str, Any]) -> list[str]:
+def _starved(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
     lacking = fields.get("starved_gib")
     if not lacking:
         return []
-    return [
-        f"{mib_or_gib(lacking)} are missing for what is needed after the capture: lower --mem-fraction or "
-        "--max-tokens, or let a policy keep it free: --policy budgeted or capture_first"
-    ]
+    memory = "raise --free-memory" if settings.free_memory_gib is not None else "lower --mem-fraction"
+    ladder = "shorten --buckets" if settings.buckets is not None else "lower --max-tokens"
+    # The policies that keep it free have done what they could.
+    other = "" if settings.policy in ("budgeted", "capture_first") else ", or --policy budgeted or capture_first"
+    return [f"{mib_or_gib(lacking)} are missing for what is needed after the capture: {memory} or {ladder}{other}"]
 
 
 def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:

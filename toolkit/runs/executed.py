@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from toolkit.errors import PrefillLabError
+from toolkit.errors import InvalidInput, PrefillLabError
 from toolkit.forecast.cells import Executed, Key, cell_key
 from toolkit.forecast.cpu_cells import cpu_device
 from toolkit.forecast.model_facts import model_facts
@@ -24,6 +24,10 @@ def executed(records: Iterable[RunRecord]) -> list[Executed]:
     Left out, since no cell is like them: runs that did not end by themselves, and runs whose model, card or settings
     are not known here.
     """
+    records = list(records) if isinstance(records, Iterable) else [records]
+    for record in records:
+        if not isinstance(record, RunRecord):
+            raise InvalidInput(f"{type(record).__name__} is no run", "run records", "RunStore().list()")
     found = []
     for record in sorted(records, key=lambda one: one.created):
         key = _key(record) if record.outcome in ENDED else None
@@ -60,7 +64,7 @@ def _outcome(record: RunRecord) -> PolicyOutcome:
         reason=record.reason,
         captured_buckets=tuple(one.num_tokens for one in record.buckets),
         free_after_gib=record.free_after_gib if record.runner is not None else None,
-        kv_cache_tokens=record.kv_cache_tokens or 0,
+        kv_cache_tokens=record.kv_cache_tokens,
         margin_gib=None if free is None or peak is None else free - peak,
         oom_bucket=record.oom_bucket,
         trimmed=tuple(record.trimmed),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
-from toolkit.ladder import REPLAY_LIMIT_FACTOR
+from toolkit.ladder import REPLAY_LIMIT_FACTOR, generate_prefill_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_models import CostModel, Curve
 from toolkit.runs.record import RunRecord, SpeedPoint
@@ -121,6 +121,10 @@ def compare_policies(records: Sequence[RunRecord], traffic: Any = None) -> Polic
     Raises:
         InvalidInput: there is no run, or the traffic cannot be used.
     """
+    records = tuple(records)
+    for record in records:
+        if not isinstance(record, RunRecord):
+            raise InvalidInput(f"{type(record).__name__} is no run", "run records", "for example toolkit.compare()")
     if not records:
         raise InvalidInput("there is no run to compare", "at least one record", "for example toolkit.compare()")
     ceiling = max((max(asked_buckets(record), default=1) for record in records), default=1)
@@ -153,7 +157,14 @@ def default_mix(ceiling: int) -> PromptHistogram:
 
 def asked_buckets(record: RunRecord) -> tuple[int, ...]:
     """Every bucket a run was asked for, whether or not it has a graph."""
-    return tuple(sorted({*record.capture_order, *record.trimmed, *(one.num_tokens for one in record.buckets)}))
+    seen = {*record.capture_order, *record.trimmed, *(one.num_tokens for one in record.buckets)}
+    return tuple(sorted(seen or _named_ladder(record.settings)))
+
+
+def _named_ladder(settings: Mapping[str, Any]) -> set[int]:
+    """The ladder that settings name, for a run that never came to it."""
+    buckets, ceiling = settings.get("buckets"), settings.get("max_tokens")
+    return set(buckets) if buckets else set(generate_prefill_buckets(ceiling or 0))
 
 
 def pooled_costs(records: Sequence[RunRecord]) -> Mapping[tuple[str, ...], CostModel]:

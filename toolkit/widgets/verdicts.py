@@ -164,7 +164,7 @@ def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight
     kind, short = _short(outcome, len(foresight.buckets))
     reason = f"{outcome.reason}{'' if now.asked else ' (forecast)'}"
     tokens = outcome.kv_cache_tokens
-    change = None if policy.kv_first else tokens - before.kv_tokens
+    change = None if policy.kv_first or tokens is None else tokens - before.kv_tokens
     return _said(policy, kind, short, reason, tokens, change, outcome.trimmed, outcome.starved_gib)
 
 
