@@ -121,7 +121,8 @@ class PrefillCudaGraphRunner:
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
-            raise OutOfMemoryAtBucket(num_tokens, str(error)) from None
+            # torch.compile tells where in its graph it was, over many lines.
+            raise OutOfMemoryAtBucket(num_tokens, str(error).split("While executing")[0]) from None
         finally:
             runner.kv_pool.release(batch.slots)
         device.empty_cache()
