@@ -58,12 +58,13 @@ def ladder(
 ) -> int:
     """Design the ladder that fits a traffic."""
     from toolkit.ladder_models import CostModel
+    from toolkit.serverlogs.traffic import read_lengths
     from toolkit.serverlogs.traffic_ladder import design_ladder
 
     if max_tokens is not None and buckets is not None:
         raise InvalidInput("--max-tokens and --buckets both name the ladder to compare with", "one of them")
     made = design_ladder(
-        _standard_input() if file == _STANDARD_INPUT else file,
+        read_lengths(_standard_input(), "standard input") if file == _STANDARD_INPUT else file,
         memory_gib=memory,
         time_s=time,
         max_buckets=max_buckets,

@@ -70,6 +70,7 @@ def test_a_log_is_read_from_standard_input() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ladder"] == [1, 8]
+    assert found["traffic"].startswith("standard input (server log, 3 prefill batches")
     assert "33.33% replayed" in found["traffic"]
     assert any("rounded up to KV pages" in note for note in found["notes"])
 
@@ -78,7 +79,12 @@ def test_standard_input_may_have_been_replaced(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("8\n8\n1\n"))
-    assert _json(capsys, "-")["ladder"] == [1, 8]
+    found = _json(capsys, "-")
+    assert found["ladder"] == [1, 8]
+    assert str(found["traffic"]).startswith("standard input (CSV")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("8\nx\n"))
+    assert main(["ladder", "-"]) == 2
+    assert "standard input line 2: 'x'" in capsys.readouterr().err
 
 
 def test_a_plan_gives_memory_and_time_and_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def chunk_lengths(num_tokens: int, chunked_prefill_size: int) -> dict[int, int]:
     return ({chunked_prefill_size: full} if full else {}) | ({rest: 1} if rest else {})
 
 
-def read_lengths(source: Any) -> PromptHistogram:
+def read_lengths(source: Any, name: str | None = None) -> PromptHistogram:
     """The histogram of a traffic.
 
     Args:
@@ -89,6 +89,7 @@ def read_lengths(source: Any) -> PromptHistogram:
             log, of which the `Prefill batch` lines are counted. Files are read line by line. In a CSV, 1,234 without
             quotes is two columns, and a column called prefill_tokens (num_tokens, new_tokens, extend_tokens) holds
             prefills as they ran, not prompts. A histogram that was read before is returned as it is.
+        name: what to call an open file in the result and in errors. None: its path if it has one.
 
     Raises:
         InvalidInput: the file cannot be read or is neither, or a value is no token count; a line is named by number.
@@ -100,13 +101,19 @@ def read_lengths(source: Any) -> PromptHistogram:
     if isinstance(source, str | PathLike):
         return _read_path(fspath(source))
     if hasattr(source, "readline"):
-        return _read_lines(_lines(source), "standard input" if getattr(source, "name", "") == "<stdin>" else "a file")
+        return _read_lines(_lines(source), name or _name_of(source))
     pairs = source.items() if isinstance(source, Mapping) else ((length, 1) for length in _values(source))
     tally = _Tally()
     for number, (length, count) in enumerate(pairs, 1):
         tally.add(_number(length, f"value {number}"), _number(count, f"count {number}", MAX_COUNT))
     what = "lengths with their counts" if isinstance(source, Mapping) else "lengths"
     return tally.histogram("prompts", f"{tally.used} {what}")
+
+
+def _name_of(stream: Any) -> str:
+    """The path of an open file; one opened from a descriptor has a number for a name."""
+    name = getattr(stream, "name", None)
+    return "standard input" if name == "<stdin>" else name if isinstance(name, str) else "a file"
 
 
 def _values(source: Any) -> Iterable[Any]:
