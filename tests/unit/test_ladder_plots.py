@@ -113,6 +113,25 @@ def test_costs_beyond_what_was_timed_are_said_to_be_extrapolated() -> None:
     assert any("extrapolated" in note and "4000" in note for note in made.notes)
 
 
+def test_what_a_run_took_is_extrapolated_to_other_ladders_and_a_cpu_is_no_gpu() -> None:
+    busy = "the machine was busy (load 9.0 on 2 cores): times are inflated by other work"
+    record = made_up_record(notes=[busy, "something else"])
+    made = design_ladder({40: 5, 500: 5}, measured=record)
+    assert made.limits.memory is not None
+    assert made.limits.time is not None
+    for law in (made.limits.memory, made.limits.time):
+        assert law.source.startswith(f"extrapolated from {len(record.buckets)} buckets captured on synthetic cpu")
+    assert f"{len(record.speed)} buckets timed on" in made.cost.source
+    assert any("its times are no times of a GPU" in note for note in made.notes)
+    assert f"run {record.id}: {busy}" in made.notes
+    assert not any("something else" in note for note in made.notes)
+
+
+def test_a_run_of_a_gpu_that_was_alone_needs_no_warning() -> None:
+    record = made_up_record(device={"kind": "cuda", "label": "synthetic GPU"})
+    assert not any(record.id in note for note in design_ladder({40: 5, 500: 5}, measured=record).notes)
+
+
 def test_a_log_that_disagrees_with_the_rules_is_remarked_upon() -> None:
     def log(graph: bool) -> io.StringIO:
         return io.StringIO(f"Prefill batch, #new-seq: 1, #new-token: 8, #cached-token: 0, cuda graph: {graph}\n")

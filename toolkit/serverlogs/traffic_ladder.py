@@ -15,7 +15,7 @@ from toolkit.ladder_coverage import Coverage
 from toolkit.ladder_design import LadderDesign, design
 from toolkit.ladder_models import CostModel, LadderLaw
 from toolkit.memory.release import get_release
-from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_time
+from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_notes, measured_time
 from toolkit.runs.record import RunRecord
 from toolkit.serverlogs.traffic import PromptHistogram, read_lengths
 from toolkit.settings import MAX_BUCKET_TOKENS, check_buckets
@@ -86,7 +86,10 @@ def design_ladder(
         limits,
         sglang_version=release.version,
         traffic=traffic.source,
-        notes=_notes(traffic, chunk, model, release.version, histogram),
+        notes=[
+            *_notes(traffic, chunk, model, release.version, histogram),
+            *(measured_notes(measured) if measured is not None else ()),
+        ],
         step=step,
     )
     return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
