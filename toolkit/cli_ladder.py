@@ -25,6 +25,9 @@ Chunk = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Ceiling of the default ladder to compare with.")]
 Buckets = Annotated[str | None, typer.Option(metavar="8,16,...", help="The ladder to compare with, tokens.")]
+KeepCeiling = Annotated[
+    bool, typer.Option("--keep-ceiling", help="Prompts longer than any seen replay as with the default ladder.")
+]
 Step = Annotated[int, typer.Option(metavar="N", help="Buckets are multiples of N tokens.")]
 Launch = Annotated[
     int | None, typer.Option(metavar="N", help="Where costs are assumed: eager is no faster than an N-token replay.")
@@ -46,6 +49,7 @@ def ladder(
     max_tokens: MaxTokens = None,
     buckets: Buckets = None,
     step: Step = 1,
+    keep_ceiling: KeepCeiling = False,
     launch_tokens: Launch = None,
     record: Record = None,
     runs_dir: RunsDir = None,
@@ -75,6 +79,7 @@ def ladder(
         cost=CostModel.assumed(launch_tokens) if launch_tokens is not None else None,
         sglang_version=sglang_version,
         step=step,
+        keep_ceiling=keep_ceiling,
     )
     if as_json:
         say_json(made.to_dict())

@@ -83,6 +83,23 @@ def candidate_buckets(
     return sorted(kept | used)
 
 
+def ceiling_buckets(default: Sequence[int], longest: int, replay_limit: int | None, step: int = 1) -> tuple[int, ...]:
+    """The buckets of `default` with which every prefill over `longest` that it replays still replays: as few as do.
+
+    The largest one is always among them. Without a replay limit it is enough; with one, a bucket holds no prefill of
+    less than its share, and those between `longest` and that need further ones. Only multiples of `step` count.
+    """
+    left = sorted(bucket for bucket in default if bucket % step == 0)
+    kept = left[-1:]
+    while replay_limit is not None and left and kept[-1] > longest:
+        shortest = -(-kept[-1] // replay_limit)  # the fewest tokens that replay in the smallest bucket so far
+        left = [bucket for bucket in left if bucket < kept[-1]]
+        if not left or shortest <= longest + 1:
+            break
+        kept.append(next((bucket for bucket in left if bucket >= shortest - 1), left[-1]))
+    return tuple(sorted(bucket for bucket in kept if bucket > longest or bucket == kept[0]))
+
+
 def best_ladder(
     histogram: Mapping[int, int],
     default: Sequence[int],
@@ -90,8 +107,11 @@ def best_ladder(
     replay_limit: int | None,
     limits: Limits,
     step: int = 1,
+    required: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], bool]:
     """The cheapest ladder within the limits, and whether no other ladder of the candidates is cheaper.
+
+    The buckets of `required` are in it; it is empty where no such ladder fits.
 
     Raises:
         InvalidInput: `step` is not 1 or more.
@@ -104,17 +124,22 @@ def best_ladder(
     candidates = every
     if len(every) > most:
         candidates = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step, most)
-    ladder, exact = _within(histogram, candidates, cost, replay_limit, limits)
+    ladder, exact = _within(histogram, candidates, cost, replay_limit, limits, required)
     return ladder, exact and candidates == every
 
 
 def _within(
-    histogram: Mapping[int, int], candidates: Sequence[int], cost: CostModel, replay_limit: int | None, limits: Limits
+    histogram: Mapping[int, int],
+    candidates: Sequence[int],
+    cost: CostModel,
+    replay_limit: int | None,
+    limits: Limits,
+    required: Sequence[int],
 ) -> tuple[tuple[int, ...], bool]:
     """Solve; where a law's `check` finds more than its terms did, lower that limit and solve again."""
     budgets = limits.budgets
     for turn in range(_TIGHTENINGS):
-        found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets)
+        found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets, required)
         takes = [asked.law.of(found.ladder) for asked in limits.budgets]
         if all(took <= asked.limit for took, asked in zip(takes, limits.budgets, strict=True)):
             return found.ladder, found.exact and turn == 0

@@ -35,7 +35,7 @@ def test_json_has_the_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, TTS, "--max-tokens", "512", "--max-buckets", "19")
     assert set(found) == {
         *("ladder", "server_flags", "sglang_version", "replay_limit", "traffic", "cost", "limits", "exact"),
-        *("gain_over_default", "coverage", "notes"),
+        *("gain_over_default", "coverage", "notes", "held_out", "empty_because", "kept"),
     }
     assert len(found["ladder"]) == 19  # type: ignore[arg-type]
     assert found["coverage"]["proposal"]["eager_share"] == 0  # type: ignore[index]
@@ -55,6 +55,22 @@ def test_the_flags_are_one_command_line(capsys: pytest.CaptureFixture[str]) -> N
     ladder = [str(bucket) for bucket in found["ladder"]]  # type: ignore[attr-defined]
     assert all(int(bucket) % 8 == 0 for bucket in ladder)
     assert found["server_flags"] == ["--cuda-graph-max-bs-prefill", ladder[-1], "--cuda-graph-bs-prefill", *ladder]
+
+
+def test_the_ceiling_can_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 512 not in _json(capsys, TTS, "--max-tokens", "512")["ladder"]  # type: ignore[operator]
+    assert 512 in _json(capsys, TTS, "--max-tokens", "512", "--keep-ceiling")["ladder"]  # type: ignore[operator]
+    assert main(["ladder", TTS, "--max-tokens", "512", "--keep-ceiling", "--max-buckets", "1"]) == 2
+    assert "keeps the ceiling" in capsys.readouterr().err
+
+
+def test_a_budget_too_small_says_so_and_how_much_the_smallest_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ladder", TTS, "--model", "qwen3-8b", "--gpu", "h100-80gb", "--memory", "0.2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no bucket: nothing fits: a ladder of the bucket 1 alone takes" in out
+    assert "the memory budget is 0.2 GiB" in out
+    assert "that is cheaper" not in out
+    assert "held-out check: n/a" in out
 
 
 def test_a_log_is_read_from_standard_input() -> None:

@@ -42,6 +42,7 @@ def design_ladder(
     time: LadderLaw | None = None,
     sglang_version: str | None = None,
     step: int = 1,
+    keep_ceiling: bool = False,
 ) -> LadderDesign:
     """The ladder that fits a traffic, compared with the default one; see `LadderDesign`.
 
@@ -61,9 +62,12 @@ def design_ladder(
         time: seconds of a ladder, instead of those of `measured` or `plan`.
         sglang_version: whose replay rule holds. None: that of `plan`, else the newest.
         step: buckets proposed are multiples of this many tokens, for example 8 with DeepEP, which rounds them up.
+        keep_ceiling: the largest bucket of the default ladder stays, and as few below it as prefills between it and
+            the longest one of the traffic need to replay. Without it a note says what would run eager.
 
     Raises:
-        InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes.
+        InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes,
+            or no ladder within the limits keeps the ceiling.
     """
     traffic = read_lengths(prompt_lengths)
     release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
@@ -91,6 +95,7 @@ def design_ladder(
             *(measured_notes(measured) if measured is not None else ()),
         ],
         step=step,
+        keep_ceiling=keep_ceiling,
     )
     return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
 
