@@ -55,6 +55,11 @@ class Limits:
         pairs = ((self.memory, self.memory_gib), (self.time, self.time_s))
         return [Budget(law, limit) for law, limit in pairs if law is not None and limit is not None]
 
+    def words(self, ladder: Sequence[int]) -> list[str]:
+        """What a ladder takes of each GiB or second that is limited, for example `0.61 GiB`."""
+        pairs = ((self.memory, self.memory_gib, "GiB"), (self.time, self.time_s, "s"))
+        return [f"{law.of(ladder):.2f} {unit}" for law, limit, unit in pairs if law is not None and limit is not None]
+
 
 def candidate_buckets(
     histogram: Mapping[int, int], also: Sequence[int], step: int = 1, most: int | None = None
@@ -83,13 +88,20 @@ def candidate_buckets(
     return sorted(kept | used)
 
 
+def check_step(step: int) -> None:
+    """Raises InvalidInput where buckets cannot be multiples of `step`."""
+    if not 1 <= step <= MAX_BUCKET_TOKENS:
+        raise InvalidInput(f"step {step} is out of range", f"1 to {MAX_BUCKET_TOKENS} tokens", "for example 8")
+
+
 def ceiling_buckets(default: Sequence[int], longest: int, replay_limit: int | None, step: int = 1) -> tuple[int, ...]:
     """The buckets of `default` with which every prefill over `longest` that it replays still replays: as few as do.
 
     The largest one is always among them. Without a replay limit it is enough; with one, a bucket holds no prefill of
-    less than its share, and those between `longest` and that need further ones. Only multiples of `step` count.
+    less than its share, and those between `longest` and that need further ones. All are rounded up to `step`.
     """
-    left = sorted(bucket for bucket in default if bucket % step == 0)
+    check_step(step)
+    left = sorted({min(-(-bucket // step) * step, MAX_BUCKET_TOKENS) for bucket in default})
     kept = left[-1:]
     while replay_limit is not None and left and kept[-1] > longest:
         shortest = -(-kept[-1] // replay_limit)  # the fewest tokens that replay in the smallest bucket so far
@@ -116,8 +128,7 @@ def best_ladder(
     Raises:
         InvalidInput: `step` is not 1 or more.
     """
-    if not 1 <= step <= MAX_BUCKET_TOKENS:
-        raise InvalidInput(f"step {step} is out of range", f"1 to {MAX_BUCKET_TOKENS} tokens", "for example 8")
+    check_step(step)
     budgets = limits.budgets
     most = MAX_CANDIDATES_WITH_SUM if any(one.law.per_token > 0 for one in budgets) else MAX_CANDIDATES
     every = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step)

@@ -216,7 +216,8 @@ def design(
     ladder, exact = best_ladder(histogram, default, cost, replay_limit, limits, step, required)
     if required and not ladder:
         raise InvalidInput(
-            f"no ladder within the limits keeps the ceiling, which takes the buckets {', '.join(map(str, required))}",
+            f"no ladder within the limits keeps the ceiling: it takes at least {', '.join(map(str, required))} "
+            f"({', '.join([f'{len(required)} buckets', *limits.words(required)])})",
             "a wider limit, or a ladder that may end lower",
         )
 

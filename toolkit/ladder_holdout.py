@@ -15,6 +15,7 @@ from toolkit.ladder_models import CostModel
 FEWEST_HELD_OUT = 40
 """With fewer prefills than this, half of them say nothing."""
 _SEED = 20260714
+_MOST_DRAWN = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def hold_out(
     if sum(histogram.values()) < FEWEST_HELD_OUT:
         return None
     draw = np.random.default_rng(_SEED)
-    one = {size: int(draw.binomial(histogram[size], 0.5)) for size in sorted(histogram)}
+    one = {size: _half(draw, histogram[size]) for size in sorted(histogram)}
     half = {size: count for size, count in one.items() if count}
     other = {size: histogram[size] - count for size, count in one.items() if histogram[size] > count}
     if not half or not other:
@@ -87,3 +88,8 @@ def hold_out(
     return HeldOut(
         sum(half.values()), cover(other, ladder, cost, replay_limit), cover(other, default, cost, replay_limit)
     )
+
+
+def _half(draw: np.random.Generator, count: int) -> int:
+    """How many of `count` prefills go to the first half; of more than can be drawn, just half."""
+    return int(draw.binomial(count, 0.5)) if count <= _MOST_DRAWN else count // 2

@@ -28,7 +28,7 @@ def change_words(before: Coverage, after: Coverage) -> str:
     if f"{abs(gain):.1%}" != "0.0%":
         parts.append(f"expected cost {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'} ({after.unit})")
     now, then = len(after.ladder), len(before.ladder)
-    start = f"{now} buckets {'as before' if now == then else f'instead of {then}'}"
+    start = f"{now} bucket{'' if now == 1 else 's'} {'as before' if now == then else f'instead of {then}'}"
     return f"{start}: {', '.join(parts) or 'eager, padding and expected cost are the same'}"
 
 
@@ -47,8 +47,8 @@ def design_notes(before: Coverage, after: Coverage, longest: int, held_out: Held
     notes = [*_few(after), *_lower_ceiling(before, after, longest), *_more_eager(before, after)]
     if held_out is not None and held_out.gain < -_NOTABLE and after.mean_cost <= before.mean_cost:
         notes.append(
-            "for prefills that were held out a ladder fitted like this one costs more than the default ladder: there "
-            "are too few prefills, or too few buckets, to fit"
+            "for prefills that were held out a ladder fitted like this one costs more than the default ladder: "
+            "give more traffic, or keep the default ladder"
         )
     return notes
 
@@ -59,7 +59,7 @@ def _few(after: Coverage) -> list[str]:
         return []
     return [
         f"{after.prefills} prefills are few for {buckets} buckets ({after.prefills / buckets:.1f} for each): the "
-        "ladder fits these very lengths, and others may fit worse; give more traffic, or fewer buckets (--max-buckets)"
+        "ladder fits these very lengths, and others may fit worse; give more traffic"
     ]
 
 

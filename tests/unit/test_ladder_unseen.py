@@ -41,6 +41,19 @@ def test_who_keeps_the_ceiling_replays_every_longer_prefill_that_the_default_lad
     assert not any("--keep-ceiling" in note for note in made.notes)
 
 
+def test_a_kept_ceiling_is_rounded_up_to_the_step() -> None:
+    made = design({100: 300}, [64, 8192], SAVES, 2, Limits(), sglang_version="", traffic="", step=24, keep_ceiling=True)
+    assert made.ladder == (120, 8208)
+    with pytest.raises(InvalidInput, match="step 0"):
+        design({100: 300}, [64], SAVES, 2, Limits(), sglang_version="", traffic="", step=0, keep_ceiling=True)
+
+
+def test_counts_beyond_any_traffic_are_held_out_too() -> None:
+    made = design({5: 1 << 70, 9: 1 << 53}, [8, 16], SAVES, 2, Limits(), sglang_version="", traffic="")
+    assert made.held_out is not None
+    assert made.held_out.fitted.ladder == (5, 9)
+
+
 def test_few_lengths_are_said_to_be_few_and_the_ceiling_can_be_kept() -> None:
     """A ladder cut to seven lengths ends at 900 tokens, though the server prefills up to 8192 at once."""
     lengths = {12: 1, 40: 1, 77: 1, 130: 1, 333: 1, 512: 1, 900: 1}
