@@ -68,7 +68,7 @@ def candidate_buckets(
 
     No other bucket is worth having: the largest prefill that replays in a bucket could have one of its own size. With
     more than `most` of them, sizes are kept at even steps of the traffic's prefills and of its tokens, half each,
-    with the largest one.
+    with the largest one; of `also` at most half of `most` stay, evenly spread, the largest among them.
     """
     sizes = sorted(histogram)
     rounded = {min(-(-size // step) * step, MAX_BUCKET_TOKENS) for size in sizes if size <= MAX_BUCKET_TOKENS}
@@ -76,6 +76,7 @@ def candidate_buckets(
     used = {bucket for below, bucket in itertools.pairwise(before) if any(below < size <= bucket for size in sizes)}
     if most is None or len(rounded | used) <= most:
         return sorted(rounded | used)
+    used = _spread(used, most // 2)
     room = max(most - len(used), 2)
     kept = {max(rounded)}
     for weight in ({size: histogram[size] for size in sizes}, {size: size * histogram[size] for size in sizes}):
@@ -86,6 +87,12 @@ def candidate_buckets(
                 kept.add(min(-(-size // step) * step, MAX_BUCKET_TOKENS))
                 number = seen * (room // 2) // total
     return sorted(kept | used)
+
+
+def _spread(buckets: set[int], most: int) -> set[int]:
+    """At most `most` of them at even steps, the largest included."""
+    ordered = sorted(buckets, reverse=True)
+    return set(ordered[:: -(-len(ordered) // most)]) if ordered else set()
 
 
 def check_step(step: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder import choose_bucket, exceeds_replay_limit, generate_prefill_buckets
-from toolkit.ladder_choice import Limits
+from toolkit.ladder_choice import MAX_CANDIDATES, Limits, candidate_buckets
 from toolkit.ladder_design import design
 from toolkit.ladder_models import CostModel, Curve, LadderLaw
 from toolkit.views.ladder_tables import choice_words
@@ -52,6 +52,16 @@ def test_counts_beyond_any_traffic_are_held_out_too() -> None:
     made = design({5: 1 << 70, 9: 1 << 53}, [8, 16], SAVES, 2, Limits(), sglang_version="", traffic="")
     assert made.held_out is not None
     assert made.held_out.fitted.ladder == (5, 9)
+
+
+def test_a_default_ladder_of_thousands_is_thinned_too() -> None:
+    default = list(range(1, 6000))
+    histogram = {size: 1 for size in range(1, 6000)}
+    for limits in (Limits(len(default)), Limits(memory_gib=50, memory=LadderLaw(Curve.line(0, 0), 0.1, 1e-5, ""))):
+        made = design(histogram, default, SAVES, 2, limits, sglang_version="", traffic="")
+        assert made.ladder
+        assert not made.exact
+    assert len(candidate_buckets(histogram, default, most=MAX_CANDIDATES)) <= MAX_CANDIDATES
 
 
 def test_few_lengths_are_said_to_be_few_and_the_ceiling_can_be_kept() -> None:
