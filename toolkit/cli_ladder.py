@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import IO, Annotated, Any
@@ -107,8 +106,10 @@ def _standard_input() -> IO[str]:
     """Standard input as text, whatever bytes come."""
     if sys.stdin is None:
         raise InvalidInput("standard input is closed", "a CSV of prompt lengths or a server's log")
+    from toolkit.serverlogs.traffic import text_of
+
     raw = getattr(sys.stdin, "buffer", None)
     if raw is None:
         return sys.stdin
     # A second reader of the same bytes: closing it must not close the first.
-    return io.TextIOWrapper(os.fdopen(os.dup(raw.fileno()), "rb"), encoding="utf-8-sig", errors="replace")
+    return text_of(os.fdopen(os.dup(raw.fileno()), "rb"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader, TextIOWrapper
 from os import PathLike, fspath
 from typing import IO, Any, Literal
 
@@ -20,7 +22,17 @@ _LONGEST_LINE = 1 << 16
 """Characters of a line that are read at once: a file without line breaks must not fill memory."""
 _PREFILLS = frozenset(("num_tokens", "new_token", "new_tokens", "prefill_tokens", "extend_tokens"))
 _LENGTHS = _PREFILLS | frozenset(
-    ("length", "lengths", "len", "tokens", "prompt_tokens", "input_tokens", "prompt_length", "prompt_len")
+    (
+        "length",
+        "lengths",
+        "len",
+        "tokens",
+        "prompt_tokens",
+        "input_tokens",
+        "prompt_length",
+        "prompt_len",
+        "input_length",
+    )
 )
 _COUNTS = frozenset(("count", "counts", "n", "requests", "weight", "frequency", "freq"))
 _WHOLE = re.compile(r"(\d{1,20})(?:\.0{1,20})?")
@@ -96,8 +108,8 @@ def read_lengths(source: Any, name: str | None = None) -> PromptHistogram:
     """
     if isinstance(source, PromptHistogram):
         return source
-    if isinstance(source, bytes | bytearray):
-        source = None  # its values are numbers, and none of them is a length
+    if isinstance(source, bytes | bytearray):  # its values are numbers, and none of them is a length
+        raise _no_traffic(source)
     if isinstance(source, str | PathLike):
         return _read_path(fspath(source))
     if hasattr(source, "readline"):
@@ -121,10 +133,14 @@ def _values(source: Any) -> Iterable[Any]:
         values: Iterator[Any] = iter(source)
         return values
     except TypeError:
-        raise InvalidInput(
-            f"{type(source).__name__} is no traffic",
-            "prompt lengths, a mapping from length to count, or the path of a CSV or a server log",
-        ) from None
+        raise _no_traffic(source) from None
+
+
+def _no_traffic(source: Any) -> InvalidInput:
+    return InvalidInput(
+        f"{type(source).__name__} is no traffic",
+        "prompt lengths, a mapping from length to count, or the path of a CSV or a server log",
+    )
 
 
 class _Tally:
@@ -175,13 +191,19 @@ def _number(value: Any, where: str, most: int = MAX_TOKENS) -> int:
 
 def _read_path(path: str) -> PromptHistogram:
     try:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
+        with open(path, "rb") as binary, text_of(binary) as stream:
             return _read_lines(_lines(stream), path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInput(
             f"{path[:200]} cannot be read ({reason})", "a CSV of prompt lengths or a server's log", "check the path"
         ) from None
+
+
+def text_of(binary: BufferedReader) -> TextIOWrapper:
+    """The text of a file, whatever bytes it has: UTF-16 where it begins with that mark (PowerShell), else UTF-8."""
+    encoding = "utf-16" if binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
+    return TextIOWrapper(binary, encoding=encoding, errors="replace", newline="")
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:

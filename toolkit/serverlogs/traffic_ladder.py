@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 from toolkit.errors import InvalidInput
@@ -69,10 +70,14 @@ def design_ladder(
         InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes,
             or no ladder within the limits keeps the ceiling.
     """
+    max_buckets, chunked_prefill_size = _whole("max buckets", max_buckets), _whole("chunk", chunked_prefill_size)
+    step = _whole("step", step) or 0
+    _check_kinds(plan, measured, cost, sglang_version)
     traffic = read_lengths(prompt_lengths)
     release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
     chunk = _chunk(chunked_prefill_size, plan)
     compared = _default(default, chunk, plan)
+    _check_record(measured, memory or plan, memory_gib, time or plan, time_s)
     limits = Limits(
         (len(compared) or None) if max_buckets is None else max_buckets,
         memory_gib,
@@ -93,11 +98,55 @@ def design_ladder(
         notes=[
             *_notes(traffic, chunk, model, release.version, histogram),
             *(measured_notes(measured) if measured is not None else ()),
+            *_not_timed(measured, cost),
         ],
         step=step,
         keep_ceiling=keep_ceiling,
     )
     return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
+
+
+def _whole(name: str, value: Any) -> int | None:
+    """The value as a whole number, None for None. Raises InvalidInput for anything else."""
+    try:
+        return None if value is None else index(value)
+    except TypeError:
+        raise InvalidInput(f"{name} {value!r:.40} is no whole number", "a number of type int") from None
+
+
+def _check_kinds(plan: Any, measured: Any, cost: Any, sglang_version: Any) -> None:
+    for name, value, kind in (
+        ("plan", plan, Plan),
+        ("measured", measured, RunRecord),
+        ("cost", cost, CostModel),
+        ("sglang_version", sglang_version, str),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidInput(f"{name} is of type {type(value).__name__}", f"a {kind.__name__}")
+
+
+def _check_record(
+    measured: RunRecord | None, memory: Any, memory_gib: float | None, time: Any, time_s: float | None
+) -> None:
+    """Raises InvalidInput where a budget rests on a run alone, and the run does not say what a ladder takes."""
+    if measured is None:
+        return
+    for name, budget, other, of_record in (
+        ("memory", memory_gib, memory, measured_memory),
+        ("time", time_s, time, measured_time),
+    ):
+        if budget is not None and other is None and of_record(measured) is None:
+            raise InvalidInput(
+                f"run {measured.id} ({measured.outcome}) does not say what {name} a ladder takes",
+                "a run that captured, or a plan (--model and --gpu)",
+            )
+
+
+def _not_timed(measured: RunRecord | None, cost: CostModel | None) -> list[str]:
+    """Where costs are assumed although a run was given."""
+    if measured is None or cost is not None or measured_cost(measured) is not None:
+        return []
+    return [f"run {measured.id} ({measured.outcome}) timed fewer than two buckets: costs are assumed"]
 
 
 def _chunk(given: int | None, plan: Plan | None) -> int | None:
@@ -111,12 +160,13 @@ def _chunk(given: int | None, plan: Plan | None) -> int | None:
 def _default(given: int | Sequence[int] | None, chunk: int | None, plan: Plan | None) -> list[int]:
     if given is None and plan is not None:
         return sorted(plan.buckets)
-    if given is None or isinstance(given, int):
+    if given is None or not isinstance(given, Iterable) or isinstance(given, str):
+        given = _whole("ceiling of the default ladder", given)
         ceiling = given if given is not None else min(chunk or DEFAULT_CEILING, MAX_BUCKET_TOKENS)
         if not 0 <= ceiling <= MAX_BUCKET_TOKENS:
             raise InvalidInput(f"ceiling {ceiling} is out of range", f"4 to {MAX_BUCKET_TOKENS} tokens")
         return generate_prefill_buckets(ceiling)
-    return check_buckets(list(given))
+    return check_buckets([_whole("bucket", bucket) or 0 for bucket in given])
 
 
 def _law(measured: RunRecord | None, plan: Plan | None, of_record: Any, of_plan: Any) -> LadderLaw | None:
