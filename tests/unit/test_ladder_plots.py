@@ -148,6 +148,7 @@ def test_a_run_without_a_capture_gives_nothing_and_that_is_said() -> None:
         *({"default": "8,16"}, {"default": 8.5}, {"default": [8.5]}, {"max_buckets": "3"}, {"max_buckets": 1.5}),
         *({"max_buckets": float("nan")}, {"chunked_prefill_size": 8.5}, {"sglang_version": 5}, {"measured": "x"}),
         *({"plan": "x"}, {"cost": "x"}, {"step": 1.5}, {"step": None}),
+        *({"memory_gib": "1"}, {"time_s": "x"}, {"memory": "x"}),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_in_one_line(wrong: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -72,7 +73,12 @@ def design_ladder(
     """
     max_buckets, chunked_prefill_size = _whole("max buckets", max_buckets), _whole("chunk", chunked_prefill_size)
     step = _whole("step", step) or 0
-    _check_kinds(plan, measured, cost, sglang_version)
+    _check_kinds(Plan, plan=plan)
+    _check_kinds(RunRecord, measured=measured)
+    _check_kinds(CostModel, cost=cost)
+    _check_kinds(LadderLaw, memory=memory, time=time)
+    _check_kinds(Real, memory_gib=memory_gib, time_s=time_s)
+    _check_kinds(str, sglang_version=sglang_version)
     traffic = read_lengths(prompt_lengths)
     release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
     chunk = _chunk(chunked_prefill_size, plan)
@@ -114,15 +120,11 @@ def _whole(name: str, value: Any) -> int | None:
         raise InvalidInput(f"{name} {value!r:.40} is no whole number", "a number of type int") from None
 
 
-def _check_kinds(plan: Any, measured: Any, cost: Any, sglang_version: Any) -> None:
-    for name, value, kind in (
-        ("plan", plan, Plan),
-        ("measured", measured, RunRecord),
-        ("cost", cost, CostModel),
-        ("sglang_version", sglang_version, str),
-    ):
+def _check_kinds(kind: type, **given: Any) -> None:
+    """Raises InvalidInput for an argument that is there and of another type."""
+    for name, value in given.items():
         if value is not None and not isinstance(value, kind):
-            raise InvalidInput(f"{name} is of type {type(value).__name__}", f"a {kind.__name__}")
+            raise InvalidInput(f"{name} is of type {type(value).__name__}", f"type {kind.__name__}")
 
 
 def _check_record(
