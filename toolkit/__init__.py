@@ -179,7 +179,7 @@ def design_ladder(
 
     `prompt_lengths` are numbers, a mapping from length to count, or the path of a CSV or a server's log. `memory_gib`
     and `time_s` limit what the capture may take, and need `plan=` or `measured=`. `others` are the further parameters
-    of `toolkit.serverlogs.traffic_ladder.design_ladder` (chunked_prefill_size, default, plan, measured, cost, ...).
+    of `toolkit.serverlogs.traffic_ladder.design_ladder` (chunked_prefill_size, plan, measured, keep_ceiling, ...).
 
     Raises InvalidInput for a traffic or a budget that cannot be used.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import IO, Annotated, Any
@@ -25,6 +24,9 @@ Chunk = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Ceiling of the default ladder to compare with.")]
 Buckets = Annotated[str | None, typer.Option(metavar="8,16,...", help="The ladder to compare with, tokens.")]
+KeepCeiling = Annotated[
+    bool, typer.Option("--keep-ceiling", help="Prompts longer than any seen replay as with the default ladder.")
+]
 Step = Annotated[int, typer.Option(metavar="N", help="Buckets are multiples of N tokens.")]
 Launch = Annotated[
     int | None, typer.Option(metavar="N", help="Where costs are assumed: eager is no faster than an N-token replay.")
@@ -46,6 +48,7 @@ def ladder(
     max_tokens: MaxTokens = None,
     buckets: Buckets = None,
     step: Step = 1,
+    keep_ceiling: KeepCeiling = False,
     launch_tokens: Launch = None,
     record: Record = None,
     runs_dir: RunsDir = None,
@@ -58,12 +61,13 @@ def ladder(
 ) -> int:
     """Design the ladder that fits a traffic."""
     from toolkit.ladder_models import CostModel
+    from toolkit.serverlogs.traffic import read_lengths
     from toolkit.serverlogs.traffic_ladder import design_ladder
 
     if max_tokens is not None and buckets is not None:
         raise InvalidInput("--max-tokens and --buckets both name the ladder to compare with", "one of them")
     made = design_ladder(
-        _standard_input() if file == _STANDARD_INPUT else file,
+        read_lengths(_standard_input(), "standard input") if file == _STANDARD_INPUT else file,
         memory_gib=memory,
         time_s=time,
         max_buckets=max_buckets,
@@ -74,6 +78,7 @@ def ladder(
         cost=CostModel.assumed(launch_tokens) if launch_tokens is not None else None,
         sglang_version=sglang_version,
         step=step,
+        keep_ceiling=keep_ceiling,
     )
     if as_json:
         say_json(made.to_dict())
@@ -101,8 +106,10 @@ def _standard_input() -> IO[str]:
     """Standard input as text, whatever bytes come."""
     if sys.stdin is None:
         raise InvalidInput("standard input is closed", "a CSV of prompt lengths or a server's log")
+    from toolkit.serverlogs.traffic import text_of
+
     raw = getattr(sys.stdin, "buffer", None)
     if raw is None:
         return sys.stdin
     # A second reader of the same bytes: closing it must not close the first.
-    return io.TextIOWrapper(os.fdopen(os.dup(raw.fileno()), "rb"), encoding="utf-8-sig", errors="replace")
+    return text_of(os.fdopen(os.dup(raw.fileno()), "rb"))

@@ -55,6 +55,11 @@ class Limits:
         pairs = ((self.memory, self.memory_gib), (self.time, self.time_s))
         return [Budget(law, limit) for law, limit in pairs if law is not None and limit is not None]
 
+    def words(self, ladder: Sequence[int]) -> list[str]:
+        """What a ladder takes of each GiB or second that is limited, for example `0.61 GiB`."""
+        pairs = ((self.memory, self.memory_gib, "GiB"), (self.time, self.time_s, "s"))
+        return [f"{law.of(ladder):.2f} {unit}" for law, limit, unit in pairs if law is not None and limit is not None]
+
 
 def candidate_buckets(
     histogram: Mapping[int, int], also: Sequence[int], step: int = 1, most: int | None = None
@@ -63,7 +68,7 @@ def candidate_buckets(
 
     No other bucket is worth having: the largest prefill that replays in a bucket could have one of its own size. With
     more than `most` of them, sizes are kept at even steps of the traffic's prefills and of its tokens, half each,
-    with the largest one.
+    with the largest one; of `also` at most half of `most` stay, evenly spread, the largest among them.
     """
     sizes = sorted(histogram)
     rounded = {min(-(-size // step) * step, MAX_BUCKET_TOKENS) for size in sizes if size <= MAX_BUCKET_TOKENS}
@@ -71,6 +76,7 @@ def candidate_buckets(
     used = {bucket for below, bucket in itertools.pairwise(before) if any(below < size <= bucket for size in sizes)}
     if most is None or len(rounded | used) <= most:
         return sorted(rounded | used)
+    used = _spread(used, most // 2)
     room = max(most - len(used), 2)
     kept = {max(rounded)}
     for weight in ({size: histogram[size] for size in sizes}, {size: size * histogram[size] for size in sizes}):
@@ -83,6 +89,36 @@ def candidate_buckets(
     return sorted(kept | used)
 
 
+def _spread(buckets: set[int], most: int) -> set[int]:
+    """At most `most` of them at even steps, the largest included."""
+    ordered = sorted(buckets, reverse=True)
+    return set(ordered[:: -(-len(ordered) // most)]) if ordered else set()
+
+
+def check_step(step: int) -> None:
+    """Raises InvalidInput where buckets cannot be multiples of `step`."""
+    if not 1 <= step <= MAX_BUCKET_TOKENS:
+        raise InvalidInput(f"step {step} is out of range", f"1 to {MAX_BUCKET_TOKENS} tokens", "for example 8")
+
+
+def ceiling_buckets(default: Sequence[int], longest: int, replay_limit: int | None, step: int = 1) -> tuple[int, ...]:
+    """The buckets of `default` with which every prefill over `longest` that it replays still replays: as few as do.
+
+    The largest one is always among them. Without a replay limit it is enough; with one, a bucket holds no prefill of
+    less than its share, and those between `longest` and that need further ones. All are rounded up to `step`.
+    """
+    check_step(step)
+    left = sorted({min(-(-bucket // step) * step, MAX_BUCKET_TOKENS) for bucket in default})
+    kept = left[-1:]
+    while replay_limit is not None and left and kept[-1] > longest:
+        shortest = -(-kept[-1] // replay_limit)  # the fewest tokens that replay in the smallest bucket so far
+        left = [bucket for bucket in left if bucket < kept[-1]]
+        if not left or shortest <= longest + 1:
+            break
+        kept.append(next((bucket for bucket in left if bucket >= shortest - 1), left[-1]))
+    return tuple(sorted(bucket for bucket in kept if bucket > longest or bucket == kept[0]))
+
+
 def best_ladder(
     histogram: Mapping[int, int],
     default: Sequence[int],
@@ -90,31 +126,38 @@ def best_ladder(
     replay_limit: int | None,
     limits: Limits,
     step: int = 1,
+    required: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], bool]:
     """The cheapest ladder within the limits, and whether no other ladder of the candidates is cheaper.
+
+    The buckets of `required` are in it; it is empty where no such ladder fits.
 
     Raises:
         InvalidInput: `step` is not 1 or more.
     """
-    if not 1 <= step <= MAX_BUCKET_TOKENS:
-        raise InvalidInput(f"step {step} is out of range", f"1 to {MAX_BUCKET_TOKENS} tokens", "for example 8")
+    check_step(step)
     budgets = limits.budgets
     most = MAX_CANDIDATES_WITH_SUM if any(one.law.per_token > 0 for one in budgets) else MAX_CANDIDATES
     every = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step)
     candidates = every
     if len(every) > most:
         candidates = candidate_buckets(histogram, [bucket for bucket in default if bucket % step == 0], step, most)
-    ladder, exact = _within(histogram, candidates, cost, replay_limit, limits)
+    ladder, exact = _within(histogram, candidates, cost, replay_limit, limits, required)
     return ladder, exact and candidates == every
 
 
 def _within(
-    histogram: Mapping[int, int], candidates: Sequence[int], cost: CostModel, replay_limit: int | None, limits: Limits
+    histogram: Mapping[int, int],
+    candidates: Sequence[int],
+    cost: CostModel,
+    replay_limit: int | None,
+    limits: Limits,
+    required: Sequence[int],
 ) -> tuple[tuple[int, ...], bool]:
     """Solve; where a law's `check` finds more than its terms did, lower that limit and solve again."""
     budgets = limits.budgets
     for turn in range(_TIGHTENINGS):
-        found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets)
+        found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets, required)
         takes = [asked.law.of(found.ladder) for asked in limits.budgets]
         if all(took <= asked.limit for took, asked in zip(takes, limits.budgets, strict=True)):
             return found.ladder, found.exact and turn == 0

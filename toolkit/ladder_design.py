@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
-from toolkit.ladder_choice import Limits, best_ladder
+from toolkit.ladder_choice import Limits, best_ladder, ceiling_buckets
 from toolkit.ladder_coverage import Coverage, cover
+from toolkit.ladder_holdout import FEWEST_HELD_OUT, HeldOut, hold_out
 from toolkit.ladder_models import CostModel
+from toolkit.ladder_notes import change_words, design_notes, why_empty
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_NOTABLE = 0.005
-"""A smaller share of prefills is not worth a note."""
 NO_GRAPH_FLAG = "--disable-prefill-cuda-graph"
 
 
@@ -38,6 +38,9 @@ class LadderDesign:
         histogram: prefills of each token count.
         traffic: where the histogram comes from.
         notes: what to know about the figures.
+        held_out: the check on prefills that were held out, None with too few of them or no bucket.
+        empty_because: why the proposal has no bucket; empty where it has one.
+        kept: buckets it had to have to keep the ceiling.
     """
 
     default: Coverage
@@ -51,6 +54,9 @@ class LadderDesign:
     histogram: Mapping[int, int] = dataclasses.field(repr=False)
     traffic: str
     notes: tuple[str, ...] = ()
+    held_out: HeldOut | None = None
+    empty_because: str = ""
+    kept: tuple[int, ...] = ()
 
     @property
     def ladder(self) -> tuple[int, ...]:
@@ -131,7 +137,10 @@ class LadderDesign:
                 "time_source": self.limits.time.source if self.limits.time else None,
             },
             "exact": self.exact,
+            "kept": list(self.kept),
+            "empty_because": self.empty_because or None,
             "gain_over_default": self.gain,
+            "held_out": self.held_out.to_dict() if self.held_out else None,
             "coverage": {
                 name: {"buckets": list(one.ladder), **_figures(one, self.no_graphs), "unit": one.unit}
                 for name, one in self.coverages.items()
@@ -141,21 +150,22 @@ class LadderDesign:
 
     def sentence(self) -> str:
         """The result in one sentence."""
-        before, after = self.default, self.proposal
-        change = f"{abs(self.gain):.1%} {'lower' if self.gain >= 0 else 'higher'}"
-        return (
-            f"{len(after.ladder)} buckets instead of {len(before.ladder)}: eager {after.eager_share:.2%} of prefills "
-            f"instead of {before.eager_share:.2%}, padding {after.padded_share:.2%} of computed tokens instead of "
-            f"{before.padded_share:.2%}, expected cost {change} ({self.cost.unit})"
-        )
+        return change_words(self.default, self.proposal)
+
+    def held_out_words(self) -> str:
+        """The check on prefills that were held out, in one sentence."""
+        if self.held_out is None:
+            return f"n/a, {f'fewer than {FEWEST_HELD_OUT} prefills' if self.ladder else 'no bucket'}"
+        return self.held_out.words()
 
     def __repr__(self) -> str:
         return f"<LadderDesign {self.sentence()}>"
 
     def _repr_html_(self) -> str:
         table = self.frame.to_html(index=False, border=0, float_format="{:.4g}".format, na_rep="n/a")
-        facts = (f"traffic: {self.traffic}", f"cost: {self.cost.source}", *self.notes)
-        items = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
+        empty = (f"no bucket: {self.empty_because}",) if self.empty_because else ()
+        facts = (f"traffic: {self.traffic}", f"cost: {self.cost.source}", *empty, f"held out: {self.held_out_words()}")
+        items = "".join(f"<li>{html.escape(fact)}</li>" for fact in (*facts, *self.notes))
         flags = html.escape(" ".join(self.server_flags()))
         return f"<p><strong>{html.escape(self.sentence())}</strong></p>{table}<pre>{flags}</pre><ul>{items}</ul>"
 
@@ -189,15 +199,27 @@ def design(
     traffic: str,
     notes: Sequence[str] = (),
     step: int = 1,
+    keep_ceiling: bool = False,
 ) -> LadderDesign:
     """The design for prefills of these token counts, compared with the ladder `default`.
 
+    With `keep_ceiling` the proposal has the largest bucket of `default`, and those below it without which prefills
+    longer than any here would run eager (`ceiling_buckets`); of such ladders it is the cheapest.
+
     Raises:
-        InvalidInput: there is no prefill, or a limit or `step` cannot be used.
+        InvalidInput: there is no prefill, a limit or `step` cannot be used, or no ladder within the limits keeps the
+            ceiling.
     """
     if not sum(histogram.values()):
         raise InvalidInput("there is no prefill to design for", "at least one prompt length or `Prefill batch` line")
-    ladder, exact = best_ladder(histogram, default, cost, replay_limit, limits, step)
+    required = ceiling_buckets(default, max(histogram), replay_limit, step) if keep_ceiling else ()
+    ladder, exact = best_ladder(histogram, default, cost, replay_limit, limits, step, required)
+    if required and not ladder:
+        raise InvalidInput(
+            f"no ladder within the limits keeps the ceiling: it takes at least {', '.join(map(str, required))} "
+            f"({', '.join([f'{len(required)} buckets', *limits.words(required)])})",
+            "a wider limit, or a ladder that may end lower",
+        )
 
     def coverage(buckets: Sequence[int]) -> Coverage:
         memory = limits.memory.of(buckets) if limits.memory else None
@@ -205,6 +227,7 @@ def design(
         return cover(histogram, buckets, cost, replay_limit, memory_gib=memory, capture_s=seconds)
 
     before, after = coverage(default), coverage(ladder)
+    held_out = hold_out(histogram, default, cost, replay_limit, limits, step, required) if ladder else None
     return LadderDesign(
         default=before,
         proposal=after,
@@ -216,16 +239,8 @@ def design(
         exact=exact,
         histogram=histogram,
         traffic=traffic,
-        notes=(*notes, *_more_eager(before, after)),
+        notes=(*notes, *design_notes(before, after, max(histogram), held_out)),
+        held_out=held_out,
+        empty_because="" if ladder else why_empty(histogram, default, cost, replay_limit, limits, step),
+        kept=required,
     )
-
-
-def _more_eager(before: Coverage, after: Coverage) -> list[str]:
-    """A word of caution where the proposal gives up replays that the default ladder has."""
-    more = after.eager_share - before.eager_share
-    if more < _NOTABLE:
-        return []
-    return [
-        f"{more:.1%} of prefills run eager that replay with the default ladder: by these costs, and within the limits, "
-        "that is cheaper; measure before you rely on it"
-    ]

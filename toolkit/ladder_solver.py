@@ -64,14 +64,16 @@ def solve(
     replay_limit: int | None,
     max_buckets: int | None = None,
     budgets: Sequence[Budget] = (),
+    required: Sequence[int] = (),
 ) -> Solution:
-    """The cheapest ladder made of `candidates`; an empty one where that is cheapest or nothing else fits.
+    """The cheapest ladder made of `candidates` and `required`; empty where that is cheapest or nothing else fits.
 
-    Of two ladders that cost the same, the one with fewer buckets.
+    Of two ladders that cost the same, the one with fewer buckets. Every bucket of `required` is in the ladder; where
+    no such ladder fits, it is empty.
     """
-    buckets = np.array(sorted(set(candidates)), dtype=np.int64)
+    buckets = np.array(sorted({*candidates, *required}), dtype=np.int64)
     most = len(buckets) if max_buckets is None else min(max_buckets, len(buckets))
-    problem = _problem(buckets, histogram, cost, replay_limit, most, tuple(budgets))
+    problem = _problem(buckets, histogram, cost, replay_limit, most, tuple(budgets), sorted(required))
     if not len(buckets) or most < 1:
         return Solution((), problem.eager, True)
     if any(budget.law.per_token > 0 for budget in problem.budgets):
@@ -86,6 +88,7 @@ def _problem(
     replay_limit: int | None,
     most: int,
     budgets: tuple[Budget, ...],
+    required: Sequence[int],
 ) -> _Problem:
     tokens = np.array(sorted(histogram), dtype=np.int64)
     weights = np.array([histogram[one] for one in tokens.tolist()], dtype=np.float64)
@@ -99,8 +102,12 @@ def _problem(
     segment = cost.replay.at(buckets)[None, :] * (count[upto][None, :] - count[replay_from])
     segment = segment + eager[replay_from] - eager[below]
     rows, columns = np.indices(segment.shape)
-    segment[rows > columns] = inf
-    return _Problem(buckets, segment, eager[-1] - eager[upto], float(eager[-1]), most, budgets)
+    # Who goes from one bucket to another, or ends, must not leave out one that is required.
+    passed = np.searchsorted(required, buckets)  # required ones below each bucket
+    reached = np.concatenate([[0], np.searchsorted(required, buckets, side="right")])
+    segment[(rows > columns) | (reached[:, None] < passed[None, :])] = inf
+    tail = np.where(reached[1:] == len(required), eager[-1] - eager[upto], inf)
+    return _Problem(buckets, segment, tail, inf if required else float(eager[-1]), most, budgets)
 
 
 def _room(problem: _Problem, count: int) -> Floats:
@@ -122,7 +129,7 @@ class _Best:
         self.cost, self.end = cost, (0, -1, -1)
 
     def offer(self, cost: float, end: tuple[int, int, int]) -> None:
-        if cost < self.cost - _EPSILON * max(1.0, abs(self.cost)):
+        if cost + _EPSILON * max(1.0, abs(cost)) < self.cost:
             self.cost, self.end = cost, end
 
 

@@ -35,7 +35,7 @@ def test_json_has_the_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, TTS, "--max-tokens", "512", "--max-buckets", "19")
     assert set(found) == {
         *("ladder", "server_flags", "sglang_version", "replay_limit", "traffic", "cost", "limits", "exact"),
-        *("gain_over_default", "coverage", "notes"),
+        *("gain_over_default", "coverage", "notes", "held_out", "empty_because", "kept"),
     }
     assert len(found["ladder"]) == 19  # type: ignore[arg-type]
     assert found["coverage"]["proposal"]["eager_share"] == 0  # type: ignore[index]
@@ -57,6 +57,22 @@ def test_the_flags_are_one_command_line(capsys: pytest.CaptureFixture[str]) -> N
     assert found["server_flags"] == ["--cuda-graph-max-bs-prefill", ladder[-1], "--cuda-graph-bs-prefill", *ladder]
 
 
+def test_the_ceiling_can_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 512 not in _json(capsys, TTS, "--max-tokens", "512")["ladder"]  # type: ignore[operator]
+    assert 512 in _json(capsys, TTS, "--max-tokens", "512", "--keep-ceiling")["ladder"]  # type: ignore[operator]
+    assert main(["ladder", TTS, "--max-tokens", "512", "--keep-ceiling", "--max-buckets", "1"]) == 2
+    assert "keeps the ceiling" in capsys.readouterr().err
+
+
+def test_a_budget_too_small_says_so_and_how_much_the_smallest_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ladder", TTS, "--model", "qwen3-8b", "--gpu", "h100-80gb", "--memory", "0.2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no bucket: nothing fits: a ladder of the bucket 1 alone takes" in out
+    assert "the memory budget is 0.2 GiB" in out
+    assert "that is cheaper" not in out
+    assert "held-out check: n/a" in out
+
+
 def test_a_log_is_read_from_standard_input() -> None:
     log = b"\xff binary\r\n" + "".join(LINE.format(tokens=tokens, graph=tokens > 1) for tokens in (1, 1, 8)).encode()
     done = subprocess.run(
@@ -70,6 +86,7 @@ def test_a_log_is_read_from_standard_input() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ladder"] == [1, 8]
+    assert found["traffic"].startswith("standard input (server log, 3 prefill batches")
     assert "33.33% replayed" in found["traffic"]
     assert any("rounded up to KV pages" in note for note in found["notes"])
 
@@ -78,7 +95,12 @@ def test_standard_input_may_have_been_replaced(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("8\n8\n1\n"))
-    assert _json(capsys, "-")["ladder"] == [1, 8]
+    found = _json(capsys, "-")
+    assert found["ladder"] == [1, 8]
+    assert str(found["traffic"]).startswith("standard input (CSV")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("8\nx\n"))
+    assert main(["ladder", "-"]) == 2
+    assert "standard input line 2: 'x'" in capsys.readouterr().err
 
 
 def test_a_plan_gives_memory_and_time_and_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,12 +46,16 @@ def _cheapest(
     limit: int | None,
     most: int,
     budgets: Sequence[Budget],
+    required: Sequence[int] = (),
 ) -> float:
     subsets = chain.from_iterable(combinations(candidates, count) for count in range(min(most, len(candidates)) + 1))
     return min(
-        _cost_of(ladder, histogram, cost, limit)
-        for ladder in subsets
-        if all(_takes(budget.law, ladder) <= budget.limit for budget in budgets)
+        (
+            _cost_of(ladder, histogram, cost, limit)
+            for ladder in subsets
+            if set(required) <= set(ladder) and all(_takes(budget.law, ladder) <= budget.limit for budget in budgets)
+        ),
+        default=inf,
     )
 
 
@@ -88,6 +92,22 @@ def test_the_ladder_is_as_cheap_as_brute_force_finds(seed: int) -> None:
     assert set(found.ladder) <= set(candidates)
     assert len(found.ladder) <= most
     assert all(_takes(budget.law, found.ladder) <= budget.limit + 1e-9 for budget in budgets)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_with_required_buckets_it_is_as_cheap_as_brute_force_finds(seed: int) -> None:
+    candidates, histogram, cost, limit, most, budgets = _instance(seed)
+    draw = random.Random(seed)
+    required = draw.sample(candidates, draw.randint(1, min(3, len(candidates))))
+    budgets = [Budget(budget.law, budget.limit * draw.choice([1, 3])) for budget in budgets]
+    found = solve(candidates, histogram, cost, limit, most, budgets, required)
+    cheapest = _cheapest(candidates, histogram, cost, limit, most, budgets, required)
+    assert found.exact
+    if cheapest == inf:
+        assert found.ladder == ()
+    else:
+        assert set(required) <= set(found.ladder)
+        assert _cost_of(found.ladder, histogram, cost, limit) == pytest.approx(cheapest, abs=1e-6)
 
 
 def test_the_instances_are_of_every_kind() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_records import made_up_record
+from synthetic_records import made_up_record, skipped_record
 
+from toolkit.errors import InvalidInput
 from toolkit.ladder_coverage import cover
 from toolkit.serverlogs.traffic_ladder import design_ladder
 from toolkit.views.ladder_plots import plot_ladder
@@ -113,6 +114,49 @@ def test_costs_beyond_what_was_timed_are_said_to_be_extrapolated() -> None:
     assert any("extrapolated" in note and "4000" in note for note in made.notes)
 
 
+def test_what_a_run_took_is_extrapolated_to_other_ladders_and_a_cpu_is_no_gpu() -> None:
+    busy = "the machine was busy (load 9.0 on 2 cores): times are inflated by other work"
+    record = made_up_record(notes=[busy, "something else"])
+    made = design_ladder({40: 5, 500: 5}, measured=record)
+    assert made.limits.memory is not None
+    assert made.limits.time is not None
+    for law in (made.limits.memory, made.limits.time):
+        assert law.source.startswith(f"extrapolated from {len(record.buckets)} buckets captured on synthetic cpu")
+    assert f"{len(record.speed)} buckets timed on" in made.cost.source
+    assert any("its times are no times of a GPU" in note for note in made.notes)
+    assert f"run {record.id}: {busy}" in made.notes
+    assert not any("something else" in note for note in made.notes)
+
+
+def test_a_run_of_a_gpu_that_was_alone_needs_no_warning() -> None:
+    record = made_up_record(device={"kind": "cuda", "label": "synthetic GPU"})
+    assert not any(record.id in note for note in design_ladder({40: 5, 500: 5}, measured=record).notes)
+
+
+def test_a_run_without_a_capture_gives_nothing_and_that_is_said() -> None:
+    record = skipped_record()
+    made = design_ladder({40: 5}, measured=record)
+    assert any("(skipped) timed fewer than two buckets: costs are assumed" in note for note in made.notes)
+    for budget in ({"memory_gib": 1.0}, {"time_s": 1.0}):
+        with pytest.raises(InvalidInput, match=r"run .* \(skipped\) does not say what"):
+            design_ladder({40: 5}, measured=record, **budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"default": "8,16"}, {"default": 8.5}, {"default": [8.5]}, {"max_buckets": "3"}, {"max_buckets": 1.5}),
+        *({"max_buckets": float("nan")}, {"chunked_prefill_size": 8.5}, {"sglang_version": 5}, {"measured": "x"}),
+        *({"plan": "x"}, {"cost": "x"}, {"step": 1.5}, {"step": None}),
+        *({"memory_gib": "1"}, {"time_s": "x"}, {"memory": "x"}),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_one_line(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        design_ladder({40: 5}, **wrong)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_a_log_that_disagrees_with_the_rules_is_remarked_upon() -> None:
     def log(graph: bool) -> io.StringIO:
         return io.StringIO(f"Prefill batch, #new-seq: 1, #new-token: 8, #cached-token: 0, cuda graph: {graph}\n")
@@ -123,6 +167,13 @@ def test_a_log_that_disagrees_with_the_rules_is_remarked_upon() -> None:
 
 def test_without_a_default_ladder_nothing_limits_the_proposal() -> None:
     assert design_ladder({8: 1, 100: 1}, default=0).ladder == (8, 100)
+
+
+def test_a_default_ladder_may_be_an_array() -> None:
+    import numpy as np
+
+    assert design_ladder([1, 100], default=np.array([8, 128])).default.ladder == (8, 128)  # type: ignore[arg-type]
+    assert len(design_ladder([1, 100], default=np.int64(512)).default.ladder) == 30  # type: ignore[arg-type]
 
 
 def test_the_oldest_release_has_no_replay_limit() -> None:

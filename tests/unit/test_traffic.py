@@ -164,6 +164,19 @@ def test_a_csv_that_is_wrong_names_the_line(text: str, complaint: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_a_file_that_powershell_wrote_is_read(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path = tmp_path / "lengths.csv"
+    path.write_bytes(f"{mark}input_length,count\r\n5,2\r\n".encode(encoding))
+    assert read_lengths(path).counts == {5: 2}
+
+
+def test_bytes_are_called_bytes() -> None:
+    with pytest.raises(InvalidInput, match="bytes is no traffic"):
+        read_lengths(b"123")
+
+
 def test_a_path_is_read_and_named(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_bytes("\ufefflength,count\n5,2\n".encode())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader, TextIOWrapper
 from os import PathLike, fspath
 from typing import IO, Any, Literal
 
@@ -20,7 +22,17 @@ _LONGEST_LINE = 1 << 16
 """Characters of a line that are read at once: a file without line breaks must not fill memory."""
 _PREFILLS = frozenset(("num_tokens", "new_token", "new_tokens", "prefill_tokens", "extend_tokens"))
 _LENGTHS = _PREFILLS | frozenset(
-    ("length", "lengths", "len", "tokens", "prompt_tokens", "input_tokens", "prompt_length", "prompt_len")
+    (
+        "length",
+        "lengths",
+        "len",
+        "tokens",
+        "prompt_tokens",
+        "input_tokens",
+        "prompt_length",
+        "prompt_len",
+        "input_length",
+    )
 )
 _COUNTS = frozenset(("count", "counts", "n", "requests", "weight", "frequency", "freq"))
 _WHOLE = re.compile(r"(\d{1,20})(?:\.0{1,20})?")
@@ -80,7 +92,7 @@ def chunk_lengths(num_tokens: int, chunked_prefill_size: int) -> dict[int, int]:
     return ({chunked_prefill_size: full} if full else {}) | ({rest: 1} if rest else {})
 
 
-def read_lengths(source: Any) -> PromptHistogram:
+def read_lengths(source: Any, name: str | None = None) -> PromptHistogram:
     """The histogram of a traffic.
 
     Args:
@@ -89,18 +101,19 @@ def read_lengths(source: Any) -> PromptHistogram:
             log, of which the `Prefill batch` lines are counted. Files are read line by line. In a CSV, 1,234 without
             quotes is two columns, and a column called prefill_tokens (num_tokens, new_tokens, extend_tokens) holds
             prefills as they ran, not prompts. A histogram that was read before is returned as it is.
+        name: what to call an open file in the result and in errors. None: its path if it has one.
 
     Raises:
         InvalidInput: the file cannot be read or is neither, or a value is no token count; a line is named by number.
     """
     if isinstance(source, PromptHistogram):
         return source
-    if isinstance(source, bytes | bytearray):
-        source = None  # its values are numbers, and none of them is a length
+    if isinstance(source, bytes | bytearray):  # its values are numbers, and none of them is a length
+        raise _no_traffic(source)
     if isinstance(source, str | PathLike):
         return _read_path(fspath(source))
     if hasattr(source, "readline"):
-        return _read_lines(_lines(source), "standard input" if getattr(source, "name", "") == "<stdin>" else "a file")
+        return _read_lines(_lines(source), name or _name_of(source))
     pairs = source.items() if isinstance(source, Mapping) else ((length, 1) for length in _values(source))
     tally = _Tally()
     for number, (length, count) in enumerate(pairs, 1):
@@ -109,15 +122,25 @@ def read_lengths(source: Any) -> PromptHistogram:
     return tally.histogram("prompts", f"{tally.used} {what}")
 
 
+def _name_of(stream: Any) -> str:
+    """The path of an open file; one opened from a descriptor has a number for a name."""
+    name = getattr(stream, "name", None)
+    return "standard input" if name == "<stdin>" else name if isinstance(name, str) else "a file"
+
+
 def _values(source: Any) -> Iterable[Any]:
     try:
         values: Iterator[Any] = iter(source)
         return values
     except TypeError:
-        raise InvalidInput(
-            f"{type(source).__name__} is no traffic",
-            "prompt lengths, a mapping from length to count, or the path of a CSV or a server log",
-        ) from None
+        raise _no_traffic(source) from None
+
+
+def _no_traffic(source: Any) -> InvalidInput:
+    return InvalidInput(
+        f"{type(source).__name__} is no traffic",
+        "prompt lengths, a mapping from length to count, or the path of a CSV or a server log",
+    )
 
 
 class _Tally:
@@ -168,13 +191,19 @@ def _number(value: Any, where: str, most: int = MAX_TOKENS) -> int:
 
 def _read_path(path: str) -> PromptHistogram:
     try:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
+        with open(path, "rb") as binary, text_of(binary) as stream:
             return _read_lines(_lines(stream), path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInput(
             f"{path[:200]} cannot be read ({reason})", "a CSV of prompt lengths or a server's log", "check the path"
         ) from None
+
+
+def text_of(binary: BufferedReader) -> TextIOWrapper:
+    """The text of a file, whatever bytes it has: UTF-16 where it begins with that mark (PowerShell), else UTF-8."""
+    encoding = "utf-16" if binary.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
+    return TextIOWrapper(binary, encoding=encoding, errors="replace", newline="")
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from operator import index
 from typing import Any
 
 from toolkit.errors import InvalidInput
@@ -15,7 +17,7 @@ from toolkit.ladder_coverage import Coverage
 from toolkit.ladder_design import LadderDesign, design
 from toolkit.ladder_models import CostModel, LadderLaw
 from toolkit.memory.release import get_release
-from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_time
+from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_notes, measured_time
 from toolkit.runs.record import RunRecord
 from toolkit.serverlogs.traffic import PromptHistogram, read_lengths
 from toolkit.settings import MAX_BUCKET_TOKENS, check_buckets
@@ -42,6 +44,7 @@ def design_ladder(
     time: LadderLaw | None = None,
     sglang_version: str | None = None,
     step: int = 1,
+    keep_ceiling: bool = False,
 ) -> LadderDesign:
     """The ladder that fits a traffic, compared with the default one; see `LadderDesign`.
 
@@ -61,14 +64,26 @@ def design_ladder(
         time: seconds of a ladder, instead of those of `measured` or `plan`.
         sglang_version: whose replay rule holds. None: that of `plan`, else the newest.
         step: buckets proposed are multiples of this many tokens, for example 8 with DeepEP, which rounds them up.
+        keep_ceiling: the largest bucket of the default ladder stays, and as few below it as prefills between it and
+            the longest one of the traffic need to replay. Without it a note says what would run eager.
 
     Raises:
-        InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes.
+        InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes,
+            or no ladder within the limits keeps the ceiling.
     """
+    max_buckets, chunked_prefill_size = _whole("max buckets", max_buckets), _whole("chunk", chunked_prefill_size)
+    step = _whole("step", step) or 0
+    _check_kinds(Plan, plan=plan)
+    _check_kinds(RunRecord, measured=measured)
+    _check_kinds(CostModel, cost=cost)
+    _check_kinds(LadderLaw, memory=memory, time=time)
+    _check_kinds(Real, memory_gib=memory_gib, time_s=time_s)
+    _check_kinds(str, sglang_version=sglang_version)
     traffic = read_lengths(prompt_lengths)
     release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
     chunk = _chunk(chunked_prefill_size, plan)
     compared = _default(default, chunk, plan)
+    _check_record(measured, memory or plan, memory_gib, time or plan, time_s)
     limits = Limits(
         (len(compared) or None) if max_buckets is None else max_buckets,
         memory_gib,
@@ -86,10 +101,54 @@ def design_ladder(
         limits,
         sglang_version=release.version,
         traffic=traffic.source,
-        notes=_notes(traffic, chunk, model, release.version, histogram),
+        notes=[
+            *_notes(traffic, chunk, model, release.version, histogram),
+            *(measured_notes(measured) if measured is not None else ()),
+            *_not_timed(measured, cost),
+        ],
         step=step,
+        keep_ceiling=keep_ceiling,
     )
     return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
+
+
+def _whole(name: str, value: Any) -> int | None:
+    """The value as a whole number, None for None. Raises InvalidInput for anything else."""
+    try:
+        return None if value is None else index(value)
+    except TypeError:
+        raise InvalidInput(f"{name} {value!r:.40} is no whole number", "a number of type int") from None
+
+
+def _check_kinds(kind: type, **given: Any) -> None:
+    """Raises InvalidInput for an argument that is there and of another type."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise InvalidInput(f"{name} is of type {type(value).__name__}", f"type {kind.__name__}")
+
+
+def _check_record(
+    measured: RunRecord | None, memory: Any, memory_gib: float | None, time: Any, time_s: float | None
+) -> None:
+    """Raises InvalidInput where a budget rests on a run alone, and the run does not say what a ladder takes."""
+    if measured is None:
+        return
+    for name, budget, other, of_record in (
+        ("memory", memory_gib, memory, measured_memory),
+        ("time", time_s, time, measured_time),
+    ):
+        if budget is not None and other is None and of_record(measured) is None:
+            raise InvalidInput(
+                f"run {measured.id} ({measured.outcome}) does not say what {name} a ladder takes",
+                "a run that captured, or a plan (--model and --gpu)",
+            )
+
+
+def _not_timed(measured: RunRecord | None, cost: CostModel | None) -> list[str]:
+    """Where costs are assumed although a run was given."""
+    if measured is None or cost is not None or measured_cost(measured) is not None:
+        return []
+    return [f"run {measured.id} ({measured.outcome}) timed fewer than two buckets: costs are assumed"]
 
 
 def _chunk(given: int | None, plan: Plan | None) -> int | None:
@@ -103,12 +162,13 @@ def _chunk(given: int | None, plan: Plan | None) -> int | None:
 def _default(given: int | Sequence[int] | None, chunk: int | None, plan: Plan | None) -> list[int]:
     if given is None and plan is not None:
         return sorted(plan.buckets)
-    if given is None or isinstance(given, int):
+    if given is None or not isinstance(given, Iterable) or isinstance(given, str):
+        given = _whole("ceiling of the default ladder", given)
         ceiling = given if given is not None else min(chunk or DEFAULT_CEILING, MAX_BUCKET_TOKENS)
         if not 0 <= ceiling <= MAX_BUCKET_TOKENS:
             raise InvalidInput(f"ceiling {ceiling} is out of range", f"4 to {MAX_BUCKET_TOKENS} tokens")
         return generate_prefill_buckets(ceiling)
-    return check_buckets(list(given))
+    return check_buckets([_whole("bucket", bucket) or 0 for bucket in given])
 
 
 def _law(measured: RunRecord | None, plan: Plan | None, of_record: Any, of_plan: Any) -> LadderLaw | None:

@@ -33,10 +33,11 @@ def ladder_view(made: LadderDesign) -> list[RenderableType]:
     """The default ladder, the proposal and no graphs side by side; then the ladder, its flags and what to know."""
     laws = {"memory": made.limits.memory, "time": made.limits.time}
     lines = [
-        f"ladder: {', '.join(map(str, made.ladder)) or 'no bucket: eager is cheapest, or nothing fits'}",
+        f"ladder: {', '.join(map(str, made.ladder)) or f'no bucket: {made.empty_because}'}",
         f"flags of an SGLang {made.sglang_version} server: {' '.join(made.server_flags())}",
         f"cost: {made.cost.source}",
         f"choice: {choice_words(made)}",
+        f"held-out check: {made.held_out_words()}",
         *(f"{name}: {law.source}" for name, law in laws.items() if law is not None),
         *(f"note: {note}" for note in made.notes),
     ]
@@ -50,6 +51,7 @@ def choice_words(made: LadderDesign) -> str:
         f"at most {limits.max_buckets} buckets" if limits.max_buckets is not None else "",
         f"{limits.memory_gib:g} GiB" if limits.memory_gib is not None else "",
         f"{limits.time_s:g} s" if limits.time_s is not None else "",
+        f"the buckets {', '.join(map(str, made.kept))} kept" if made.kept else "",
     ]
     best = "no cheaper ladder exists" if made.exact else "cheapest found; sizes were thinned or a fit was checked"
     rule = f"a bucket over {made.replay_limit} x the tokens runs eager" if made.replay_limit else "no replay limit"

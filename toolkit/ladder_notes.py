@@ -1,0 +1,114 @@
+"""What a ladder design says in words: what changes, what to beware of, why there is no ladder. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from toolkit.ladder_choice import Limits, best_ladder, candidate_buckets
+from toolkit.ladder_coverage import Coverage
+from toolkit.ladder_holdout import HeldOut
+from toolkit.ladder_models import CostModel
+
+FEW_PREFILLS, FEW_PER_BUCKET = 200, 20
+"""Fewer prefills than this, in all or for each bucket, are fitted one by one rather than as a traffic."""
+_NOTABLE = 0.005
+"""A smaller share of prefills is not worth a note."""
+
+
+def change_words(before: Coverage, after: Coverage) -> str:
+    """What changes from one ladder to another, in one sentence; what reads the same for both is left out."""
+    gain = 1 - after.mean_cost / before.mean_cost if before.mean_cost else 0.0
+    pairs = (
+        ("eager {} of prefills", f"{after.eager_share:.2%}", f"{before.eager_share:.2%}"),
+        ("padding {} of computed tokens", f"{after.padded_share:.2%}", f"{before.padded_share:.2%}"),
+        ("memory {}", _gib(after.memory_gib), _gib(before.memory_gib)),
+        ("capture {}", _seconds(after.capture_s), _seconds(before.capture_s)),
+    )
+    parts = [f"{what.format(new)} instead of {old}" for what, new, old in pairs if new != old]
+    if f"{abs(gain):.1%}" != "0.0%":
+        parts.append(f"expected cost {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'} ({after.unit})")
+    now, then = len(after.ladder), len(before.ladder)
+    start = f"{now} bucket{'' if now == 1 else 's'} {'as before' if now == then else f'instead of {then}'}"
+    return f"{start}: {', '.join(parts) or 'eager, padding and expected cost are the same'}"
+
+
+def _gib(value: float | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value * 1024:.1f} MiB" if 0 < value < 0.1 else f"{value:.2f} GiB"
+
+
+def _seconds(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1f} s"
+
+
+def design_notes(before: Coverage, after: Coverage, longest: int, held_out: HeldOut | None) -> list[str]:
+    """What to beware of in the proposal `after`, for prefills of up to `longest` tokens."""
+    notes = [*_few(after), *_lower_ceiling(before, after, longest), *_more_eager(before, after)]
+    if held_out is not None and held_out.gain < -_NOTABLE and after.mean_cost <= before.mean_cost:
+        notes.append(
+            "for prefills that were held out a ladder fitted like this one costs more than the default ladder: "
+            "give more traffic, or keep the default ladder"
+        )
+    return notes
+
+
+def _few(after: Coverage) -> list[str]:
+    buckets = len(after.ladder)
+    if not buckets or (after.prefills >= FEW_PREFILLS and after.prefills >= FEW_PER_BUCKET * buckets):
+        return []
+    return [
+        f"{after.prefills} prefills are few for {buckets} buckets ({after.prefills / buckets:.1f} for each): the "
+        "ladder fits these very lengths, and others may fit worse; give more traffic"
+    ]
+
+
+def _lower_ceiling(before: Coverage, after: Coverage, longest: int) -> list[str]:
+    """Where prefills that were not seen would replay with the default ladder, and with the proposal would not."""
+    ceiling = max(before.ladder, default=0)
+    top = max(after.ladder, default=0)
+    if not top or ceiling <= max(top, longest):
+        return []
+    return [
+        f"prefills over {top} tokens would run eager (the longest of this traffic has {longest}), with the default "
+        f"ladder only those over {ceiling}: --keep-ceiling (keep_ceiling=True) lets them replay"
+    ]
+
+
+def _more_eager(before: Coverage, after: Coverage) -> list[str]:
+    """A word of caution where the proposal gives up replays that the default ladder has."""
+    more = after.eager_share - before.eager_share
+    if more < _NOTABLE:
+        return []
+    start = f"{more:.1%} of prefills run eager that replay with the default ladder: "
+    if after.mean_cost <= before.mean_cost:
+        return [f"{start}by these costs, and within the limits, that is cheaper; measure before you rely on it"]
+    dearer = after.mean_cost / before.mean_cost - 1 if before.mean_cost else 0.0
+    return [f"{start}the limits leave room for no more, and a prefill costs {dearer:.1%} more"]
+
+
+def why_empty(
+    histogram: Mapping[int, int],
+    default: Sequence[int],
+    cost: CostModel,
+    replay_limit: int | None,
+    limits: Limits,
+    step: int = 1,
+) -> str:
+    """Why there is no bucket worth capturing: eager is cheapest, or which limit leaves room for none."""
+    free, _ = best_ladder(histogram, default, cost, replay_limit, Limits(), step)
+    if not free:
+        return "by these costs eager is cheapest"
+    if limits.max_buckets == 0:
+        return "no bucket is allowed"
+    smallest = (min(candidate_buckets(histogram, (), step)),)
+    for name, unit, law, limit in (
+        ("memory", "GiB", limits.memory, limits.memory_gib),
+        ("time", "s", limits.time, limits.time_s),
+    ):
+        if law is not None and limit is not None and law.of(smallest) > limit:
+            return (
+                f"nothing fits: a ladder of the bucket {smallest[0]} alone takes {law.of(smallest):.2f} {unit}, "
+                f"the {name} budget is {limit:g} {unit}"
+            )
+    return "what fits within the limits is dearer than eager"
