@@ -289,6 +289,18 @@ def test_a_measurement_outside_the_forecast_is_a_finding() -> None:
     assert miss.severity == "info"
 
 
+def test_a_log_from_the_middle_of_serving_says_that_it_has_no_start_up() -> None:
+    lines = (LOGS / "sglang_new_breakable.log").read_text().splitlines()
+    served = diagnose("\n".join(line for line in lines if "Prefill batch" in line) + "\n")
+    assert served.summary == "sglang, no start-up in this log; nothing wrong"
+    assert "begins after the start-up" in served.findings[-1].message + served.findings[0].message
+
+
+def test_a_skipped_capture_has_the_free_memory_that_the_gate_saw() -> None:
+    skipped = [each for each in _read("sglang_gate").captures if each.outcome == "skipped"]
+    assert [each.free_before_gib for each in skipped] == [2.05, 2.28]
+
+
 def test_without_a_card_or_a_known_model_there_is_a_note() -> None:
     assert diagnose(LOGS / "sglang_clean.log").notes == ()
     assert "give gpu" in diagnose(LOGS / "sglang_clean.log", model="qwen3-8b").notes[0]

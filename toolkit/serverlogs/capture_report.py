@@ -50,7 +50,7 @@ class CaptureReport:
         backend: as printed.
         n_buckets: of the printed list, else what the bar counts to.
         buckets: smallest first; None unless the log shows them all.
-        free_before_gib: of the begin line.
+        free_before_gib: of the begin line, or of the gate that skipped it.
         mem_usage_gib: as printed: free before less free after, so it may be negative.
         min_free_gib: the least of the bars and the end line; None without bars.
         peak_need_gib: free before less the least free inside; None without bars.
