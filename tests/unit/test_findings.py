@@ -81,7 +81,7 @@ WORDS = {
     "finding_kv_unchanged": ("74 to 42 buckets", "4.28 GiB", "151,168 tokens", "from 0.9 to 0.949"),
     "finding_no_room_for_kv": ("0.681 of the 23.50 GiB", "Raise mem_fraction_static"),
     "finding_oom_after_capture": ("2.0 MiB with 2.2 MiB free", "10.50 GiB were free after the captures"),
-    "finding_oom_first_bucket": ("number 1 of 58", "--cuda-graph-max-bs-prefill 4096", "0.46 GiB"),
+    "finding_oom_first_bucket": ("number 1 of 58", "--cuda-graph-max-bs-prefill 4096", "0.46 GiB", "may not be enough"),
     "finding_oom_router": ("bucket of 640 tokens", "number 27 of 58", "CUDA driver"),
     "finding_other_process": ("fell by 12.99 GiB", "bucket of 3072"),
     "finding_pipeline_parallel": ("pipeline parallelism", "naming a backend skips it"),
@@ -96,6 +96,8 @@ WORDS = {
     "sglang_new_breakable": ("needed 2.71 GiB", "1 of 3 prefills"),
     "sglang_npu_disabled": ("NPU",),
     "sglang_old_tp8_cut": ("11.78 to 12.01 GiB", "TP2 has the least"),
+    # 2775 MiB for 5120 to 704, 47,168 tokens; 640 and below are 6,688 tokens: 393 MiB, of which 0.03 GiB was there.
+    "sglang_oom_driver": ("About 0.35 GiB more", "60 MiB per 1,024 tokens", "6,688 tokens in 32 were left"),
     "sglang_oom_second_bucket": ("bucket of 3968 tokens", "number 2 of 58", "0.05 GiB free"),
     "vllm_tp2": ("0.31 GiB", "took 0.20 GiB"),
 }

@@ -8,7 +8,7 @@ from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
 from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.findings.room import lower_ceiling, lower_fraction, missing_gib
+from toolkit.serverlogs.findings.room import ceiling_by_bars, half_ceiling, lower_fraction, missing
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -63,30 +63,41 @@ def _who(oom: OutOfMemory) -> str:
 
 
 def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
-    missing = missing_gib(report, oom.tried_gib, oom.free_gib)
+    lacking = missing(report, oom.tried_gib, oom.free_gib)
     if facts.startup.engine == "vllm":
-        least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
+        least = f"At least {gib(lacking.gib)} more was needed. " if lacking is not None else ""
         return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
-    ceiling = lower_ceiling(report)
     flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
-    if missing is not None:
-        least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder
-        parts.append(f"{least} {gib(missing)} more was needed.")
-    else:
+    if lacking is None:
         parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
+    else:
+        least = "About" if lacking.whole else "At least"
+        parts.append(f"{least} {gib(lacking.gib)} more was needed: {lacking.basis}.")
+    ceiling, half = ceiling_by_bars(report), half_ceiling(report)
     if ceiling is not None:
         parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
+    elif half is not None:
+        parts.append(f"Lower the ceiling (try half, {flag} {half}): the first, largest bucket takes the most.")
     else:
         parts.append(f"Lower the ceiling ({flag}), not the number of small buckets.")
-    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), missing)])
+    words = _fraction_words(facts, facts.ledger_of(report.rank), lacking.gib if lacking else None)
+    if lacking is not None and not lacking.whole:
+        words = words.replace(" (0.5 GiB stay free)", " at least") + _ONE_ALLOCATION
+    return " ".join([*parts, "Or", words])
 
 
-def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
+_ONE_ALLOCATION = (
+    " This covers the one allocation that failed and may not be enough: what the rest of the capture needs is n/a "
+    "here; a forecast tells when model and gpu are given."
+)
+
+
+def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float | None) -> str:
     if facts.startup.engine == "vllm":
         return "lower gpu_memory_utilization."
     fraction = facts.argument("mem_fraction_static")
-    lowered = lower_fraction(fraction, ledger, missing)
+    lowered = lower_fraction(fraction, ledger, lacking_gib)
     if lowered is not None:
         return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
     if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
@@ -104,13 +115,13 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     oom = ooms[0]
     ledger = facts.ledger_of(oom.rank.label) or tightest(facts.ledgers)
     ranks = [each.rank.label for each in ooms if each.rank.named]
-    missing = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
+    lacking = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
         f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
-        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, lacking)} A smaller "
         "chunked_prefill_size takes less for an eager prefill.",
         _WHILE_SERVING,
         labels(ranks),

@@ -7,7 +7,6 @@ their tokens (what each bucket keeps alive); which of the two, the bars themselv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.ladder import generate_prefill_buckets
@@ -23,15 +22,50 @@ def reserve(free_gib: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """Neighbouring buckets after the first: their mean size in tokens and mean cost in GiB."""
+class Missing:
+    """GiB that were missing, the sentence that says what they follow from, and whether that is the whole ladder."""
 
+    gib: float
+    basis: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Neighbouring buckets after the first: how many, their tokens and their GiB, together; the buckets around them."""
+
+    count: int
     tokens: float
     gib: float
+    largest: int | None
+    until: int | None
 
 
-def missing_gib(report: CaptureReport, tried_gib: float | None, free_gib: float | None) -> float | None:
-    """GiB that were still missing for the rest of the ladder; None when neither bars nor the error tell.
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """What a later bucket costs: the same for each, or in proportion to its tokens, as `late` ones did."""
+
+    late: _Steps
+    by_tokens: bool
+
+    def cost(self, tokens: int) -> float:
+        """GiB of a bucket of so many tokens."""
+        share = tokens / self.late.tokens if self.by_tokens else 1 / self.late.count
+        return max(self.late.gib, 0.0) * share
+
+    @property
+    def words(self) -> str:
+        """What the bars showed, in words."""
+        many = f"{self.late.count} buckets" if self.late.count > 1 else "bucket"
+        took = 1024 * self.late.gib
+        each = f"{1024 * took / self.late.tokens:.0f} MiB per 1,024 tokens"
+        if not self.by_tokens:
+            each = f"{took / self.late.count:.0f} MiB" + (" each" if self.late.count > 1 else "")
+        return f"by the bars the {many} between {self.late.largest} and {self.late.until} took {each}"
+
+
+def missing(report: CaptureReport, tried_gib: float | None, free_gib: float | None) -> Missing | None:
+    """What was still missing for the rest of the ladder; None when neither bars nor the error tell.
 
     Args:
         report: the capture that failed.
@@ -39,30 +73,34 @@ def missing_gib(report: CaptureReport, tried_gib: float | None, free_gib: float 
         free_gib: what was free then, by the error's own words.
     """
     at_once = tried_gib - free_gib if tried_gib is not None and free_gib is not None else 0.0
-    last, cost = report.series[-1] if report.series else None, _later_cost(report)
-    needed = 0.0
-    if last is not None and last.free_gib is not None and cost is not None and last.bucket is not None:
+    last, law = report.series[-1] if report.series else None, _law(report)
+    if law is not None and last is not None and last.free_gib is not None and last.bucket is not None:
         rest = [bucket for bucket in _ladder(report) if bucket <= last.bucket]
-        needed = sum(map(cost, rest)) - last.free_gib
-    missing = max(at_once, needed)
-    return missing if missing > 0 else None
+        needed = sum(map(law.cost, rest)) - last.free_gib
+        if needed > max(at_once, 0.0):
+            left = f"{sum(rest):,} tokens in {len(rest)}" if law.by_tokens else f"{len(rest)}"
+            return Missing(needed, f"{law.words}, {left} were left, and {last.free_gib:.2f} GiB was free", True)
+    return Missing(at_once, "that is the one allocation that failed", False) if at_once > 0 else None
 
 
-def lower_ceiling(report: CaptureReport) -> int | None:
-    """The largest bucket that the bars say would have fitted as the first one; half of the largest if they are few."""
+def ceiling_by_bars(report: CaptureReport) -> int | None:
+    """The largest bucket that the bars say would have fitted as the first one; None when they are too few."""
     ladder = _ladder(report)
-    if not ladder:
-        return None
-    half = max((bucket for bucket in ladder if bucket <= ladder[-1] // 2), default=None)
-    first, cost = report.first_bucket_gib, _later_cost(report)
+    first, law = report.first_bucket_gib, _law(report)
     free = report.series[0].free_gib if report.series else None
-    if first is None or cost is None or free is None:
-        return half
+    if not ladder or first is None or law is None or free is None:
+        return None
     for ceiling in reversed(ladder[:-1]):
-        need = first * ceiling / ladder[-1] + sum(cost(bucket) for bucket in ladder if bucket < ceiling)
+        need = first * ceiling / ladder[-1] + sum(law.cost(bucket) for bucket in ladder if bucket < ceiling)
         if need <= free - reserve(free):
             return ceiling
-    return half
+    return None
+
+
+def half_ceiling(report: CaptureReport) -> int | None:
+    """The largest bucket of at most half the largest: what to try where nothing tells what would fit."""
+    ladder = _ladder(report)
+    return max((bucket for bucket in ladder if bucket <= ladder[-1] // 2), default=None) if ladder else None
 
 
 def lower_fraction(fraction: object, ledger: RankLedger | None, missing: float | None) -> float | None:
@@ -81,28 +119,31 @@ def _ladder(report: CaptureReport) -> tuple[int, ...]:
     return tuple(generate_prefill_buckets(max(names, default=0)))
 
 
-def _later_cost(report: CaptureReport) -> Callable[[int], float] | None:
-    """GiB of a bucket of so many tokens, as one of those after the first; None when bars show no such step."""
+def _law(report: CaptureReport) -> _Law | None:
+    """What the buckets after the first cost; None when bars show no such step."""
     measured = list(zip(report.series, report.series[1:], strict=False))
-    steps = [_step(one, following) for one, following in measured if one.done and one.added_gib is not None]
+    ladder = _ladder(report)
+    steps = [_step(ladder, one, following) for one, following in measured if one.done and one.added_gib is not None]
     if not steps:
         return None
     half = (len(steps) + 1) // 2
-    early, late = _mean(steps[:half]), _mean(steps[half:] or steps)
+    early, late = _together(steps[:half]), _together(steps[half:] or steps)
     # Equal costs, or costs in proportion to tokens: whichever changes less from the early to the late buckets.
-    change = _change(early.gib, late.gib)
-    if change <= _change(early.gib / early.tokens, late.gib / late.tokens):
-        return lambda tokens: max(late.gib, 0.0)
-    return lambda tokens: max(late.gib, 0.0) / late.tokens * tokens
+    change = _change(early.gib / early.count, late.gib / late.count)
+    return _Law(late, change > _change(early.gib / early.tokens, late.gib / late.tokens))
 
 
-def _step(one: BucketCost, following: BucketCost) -> _Step:
-    between = ((one.bucket or 1) + (following.bucket or 1)) / 2
-    return _Step(max(between, 1.0), (one.added_gib or 0.0) / one.buckets)
+def _step(ladder: tuple[int, ...], one: BucketCost, following: BucketCost) -> _Steps:
+    """From one reading to the next: the buckets of the ladder in between, where the bars' count is theirs."""
+    first, end = one.bucket or 1, following.bucket or 1
+    passed = [bucket for bucket in ladder if end < bucket <= first]
+    tokens = float(sum(passed)) if len(passed) == one.buckets else one.buckets * (first + end) / 2
+    return _Steps(one.buckets, max(tokens, 1.0), one.added_gib or 0.0, one.bucket, following.bucket)
 
 
-def _mean(steps: list[_Step]) -> _Step:
-    return _Step(sum(each.tokens for each in steps) / len(steps), sum(each.gib for each in steps) / len(steps))
+def _together(steps: list[_Steps]) -> _Steps:
+    count, tokens, gib = (sum(getattr(each, name) for each in steps) for name in ("count", "tokens", "gib"))
+    return _Steps(count, tokens, gib, steps[0].largest, steps[-1].until)
 
 
 def _change(before: float, after: float) -> float:
