@@ -10,6 +10,7 @@ from toolkit.errors import PrefillLabError
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
+from toolkit.serverlogs.model_match import mismatch
 from toolkit.serverlogs.startup import Startup
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class Measured:
         gpu: catalogue id of the card.
         sglang_version: whose rules the forecast uses.
         rows: figures side by side.
-        verdicts: by policy; empty when the log does not say what was free.
+        verdicts: by policy; empty when the log does not say what was free, or is of another model.
         assumptions: of the forecast.
         lines: where that rank's prefill capture begins and ends.
         whole: whether that capture came to its end; if not, its peak is a lower bound.
+        mismatch: why the forecast is not about this server; None when nothing speaks against it.
     """
 
     startup: int
@@ -69,9 +71,20 @@ class Measured:
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
     whole: bool = True
+    mismatch: Finding | None = None
 
-    def misses(self) -> list[Finding]:
-        """A measurement of the graphs outside the forecast's range."""
+    @property
+    def about(self) -> str:
+        """What the forecast is about, and that it is not about this server where that shows."""
+        plainly = f"{self.model} on {self.gpu}, rules of SGLang {self.sglang_version}"
+        return f"{plainly}; this server is another (MODEL_MISMATCH)" if self.mismatch else plainly
+
+    @property
+    def findings(self) -> list[Finding]:
+        """That the log is of another model, else its measurements of the graphs outside the forecast's range."""
+        return [self.mismatch] if self.mismatch is not None else self._misses()
+
+    def _misses(self) -> list[Finding]:
         found = []
         for row in self.rows:
             if row.what not in _JUDGED or row.measured is None or row.low <= row.measured <= row.high:
@@ -115,8 +128,9 @@ def beside_forecast(
         choices["sglang_version"] = version
     try:
         plan = make_plan(PlanSettings.create(**choices))
+        other = mismatch(startup, ledger, plan)
         verdicts: tuple[Verdict, ...] = ()
-        if ledger.free_before_capture_gib:
+        if ledger.free_before_capture_gib and other is None:
             choices.pop("mem_fraction", None)
             on_measured = choices | {"free_memory_gib": ledger.free_before_capture_gib}
             verdicts = _verdicts(make_plan(PlanSettings.create(**on_measured)))
@@ -126,7 +140,7 @@ def beside_forecast(
     parts = startup.index, ledger.rank, plan.model.id, plan.gpu.id, plan.release.version
     lines = tuple(sorted(set(capture.lines))) if capture is not None else ()
     whole = capture is not None and capture.outcome == "captured"
-    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole), ()
+    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole, other), ()
 
 
 def known_model(startup: Startup) -> str | None:

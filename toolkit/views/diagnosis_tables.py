@@ -165,7 +165,7 @@ def _prefills(stats: ReplayStats) -> str:
 
 
 def _beside_forecast(measured: Measured) -> list[RenderableType]:
-    head = f"forecast for {measured.model} on {measured.gpu}, rules of SGLang {measured.sglang_version}:"
+    head = f"forecast for {measured.about}:"
     table = _table("", right=(f"measured\n({measured.rank})", "forecast", "low", "high"))
     for row in measured.rows:
         digits = 0 if row.unit == "tokens" else 2
