@@ -204,7 +204,12 @@ def diagnose(
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
         replay=tuple(filter(None, map(replay_stats, startups))),
-        findings=in_order([*check_log(log, sglang_version), *(measured.findings if measured else [])]),
+        findings=in_order(
+            [
+                *check_log(log, sglang_version, measured.room if measured else None),
+                *(measured.findings if measured else []),
+            ]
+        ),
         measured=measured,
         notes=notes,
         counters=log.counters,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
-from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.findings.room import ceiling_by_bars, half_ceiling, lower_fraction, missing
+from toolkit.serverlogs.findings.room import ForecastRoom, ceiling_by_bars, half_ceiling, lower_fraction, missing
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -37,7 +38,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
-            _make_room(facts, report, ooms[0]),
+            _advice(facts, report, ooms[0]),
             _CASES[ooms[0].source] if phase == "prefill" else None,
             labels(ranks),
         )
@@ -62,6 +63,50 @@ def _who(oom: OutOfMemory) -> str:
     return f"PyTorch's allocator failed{tried}{free}"
 
 
+def _advice(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
+    room = facts.room if (report.role, report.phase) == ("target", "prefill") else None
+    if room is None:
+        return _make_room(facts, report, oom)
+    if room.whole:
+        return (
+            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was "
+            f"free, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
+        )
+    return _by_forecast(facts, report, oom, room)
+
+
+def _by_forecast(facts: Facts, report: CaptureReport, oom: OutOfMemory, room: ForecastRoom) -> str:
+    """What the forecast says is needed; where bars ask for more than it, they were there."""
+    bars = missing(report, oom.tried_gib, oom.free_gib)
+    lacking = max(room.missing_gib, bars.gib if bars is not None else 0.0)
+    by_log = " (the log shows that much)" if lacking > room.missing_gib else ""
+    later = f", then {gib(room.later_gib)} with the decode graphs" if room.later_gib > room.peak_gib else ""
+    parts = [
+        f"By the forecast the capture needs {gib(room.peak_gib)} ({between((room.low_gib, room.high_gib))}){later}; "
+        f"{gib(room.free_gib)} was free, "
+        + (
+            f"so {gib(lacking)} more is needed{by_log}, and a reserve besides."
+            if lacking > 0
+            else "which leaves no reserve."
+        )
+    ]
+    ceiling = min([*room.fits[-1:], *filter(None, [ceiling_by_bars(report)])], default=None)
+    if not room.fits or ceiling is None:
+        parts.append("No shorter ladder fits by the forecast:")
+        return " ".join([*parts, _fraction_words(facts, facts.ledger_of(report.rank), lacking)])
+    kept = [bucket for bucket in room.fits if bucket <= ceiling]
+    flag = f"{facts.flags['prefill']} {ceiling}"
+    if len(kept) <= _FEW and kept != list(generate_prefill_buckets(ceiling)):
+        flag = f"{facts.flags['buckets']} {' '.join(map(str, kept))}"
+    needs = f" needs {gib(room.fits_gib)}" if room.fits_gib is not None and ceiling == room.fits[-1] else " fits"
+    parts.append(f"Lower the ceiling to {ceiling} ({flag}), which{needs} by the forecast.")
+    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), lacking)])
+
+
+_FEW = 12
+"""Buckets of a ladder of one's own that are still listed."""
+
+
 def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     lacking = missing(report, oom.tried_gib, oom.free_gib)
     if facts.startup.engine == "vllm":
@@ -84,13 +129,14 @@ def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     words = _fraction_words(facts, facts.ledger_of(report.rank), lacking.gib if lacking else None)
     if lacking is not None and not lacking.whole:
         words = words.replace(" (0.5 GiB stay free)", " at least") + _ONE_ALLOCATION
+        words += _ASK if facts.room is None else ""
     return " ".join([*parts, "Or", words])
 
 
 _ONE_ALLOCATION = (
-    " This covers the one allocation that failed and may not be enough: what the rest of the capture needs is n/a "
-    "here; a forecast tells when model and gpu are given."
+    " This covers the one allocation that failed and may not be enough: the log does not say what the rest needs."
 )
+_ASK = " A forecast does when model and gpu are given."
 
 
 def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float | None) -> str:

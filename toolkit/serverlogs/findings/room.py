@@ -22,6 +22,39 @@ def reserve(free_gib: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class ForecastRoom:
+    """What a forecast says about the target's prefill capture of one start, in GiB, on its free memory.
+
+    Attributes:
+        startup: number of the start, from 0.
+        free_gib: what was free before the capture, as measured.
+        peak_gib: what the capture needs at its worst moment, the middle of the range.
+        low_gib: the least that it should need then.
+        high_gib: the most that it should need then.
+        later_gib: what the captured graphs and the decode graphs after them need together.
+        fits: the longest ladder that fits with the reserve, smallest first; empty when none does.
+        fits_gib: the middle of what `fits` needs at its worst moment.
+        whole: whether `fits` is the whole ladder, so that the forecast sees no reason to fail.
+    """
+
+    startup: int
+    free_gib: float
+    peak_gib: float
+    low_gib: float
+    high_gib: float
+    later_gib: float
+    fits: tuple[int, ...]
+    fits_gib: float | None
+    whole: bool
+
+    @property
+    def missing_gib(self) -> float:
+        """More than was free, without a reserve: of the middle, else of the upper end; 0 where even that was free."""
+        middle = max(self.peak_gib, self.later_gib) - self.free_gib
+        return middle if middle > 0 else max(self.high_gib - self.free_gib, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """GiB that were missing, the sentence that says what they follow from, and whether that is the whole ladder."""
 
