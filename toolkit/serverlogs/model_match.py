@@ -28,7 +28,7 @@ def mismatch(startup: Startup, ledger: RankLedger, plan: Plan) -> Finding | None
         f"This log does not look like {plan.model.id} (tp {plan.settings.tp}, {_weights(plan)} weights): "
         f"{' and '.join(words for words, _ in said)}.",
         tuple(line for _, line in said),
-        "Give the model, tp and weights of this server; the forecast below is not about it, and no policy is judged.",
+        "Give the model, tp and weights of this server; the forecast beside it is of another, so no policy is judged.",
         startups=(startup.index,),
     )
 
