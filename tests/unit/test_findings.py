@@ -355,6 +355,18 @@ def test_a_forecast_that_the_log_disproves_is_no_ground_for_advice() -> None:
     assert "may not be enough" in advice
 
 
+def test_a_ceiling_counts_what_the_bars_showed_of_each_bucket() -> None:
+    """4000 alone took 9.6 of 10 GiB: below a ceiling of 6000 it would again, which the cheap last bucket hides."""
+    free = [(8000, 10.0), (6000, 9.8), (4000, 9.7), (2000, 0.1), (1000, 0.05)]
+    bars = "".join(
+        f"Capturing num tokens (num_tokens={bucket} avail_mem={gib:.2f} GB): 10%|# | {done}/5 [00:01<?]\n"
+        for done, (bucket, gib) in enumerate(free)
+    )
+    begin = "Capture target prefill CUDA graph begin. backend=full, num_tokens=[1000, 2000, 4000, 6000, 8000], "
+    text = f"[2026-09-01 00:00:00] {begin}avail mem=10.00 GB\n{bars}torch.OutOfMemoryError: x\n"
+    assert "--cuda-graph-max-bs-prefill 4000" in _oom(diagnose(text)).advice
+
+
 def test_costs_in_proportion_to_tokens_are_taken_as_such() -> None:
     """Each later bucket takes 0.02 GiB per 8 tokens; those from 80 down to 8 are left and need 1.1 of 0.5 GiB."""
     buckets = list(range(8, 8 * 31, 8))

@@ -76,15 +76,20 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Law:
-    """What a later bucket costs: the same for each, or in proportion to its tokens, as `late` ones did."""
+    """What a later bucket costs: the same for each, or in proportion to its tokens.
 
+    Buckets that bars passed cost what they took; those that were left cost as the `late` ones did.
+    """
+
+    steps: tuple[_Steps, ...]
     late: _Steps
     by_tokens: bool
 
     def cost(self, tokens: int) -> float:
         """GiB of a bucket of so many tokens."""
-        share = tokens / self.late.tokens if self.by_tokens else 1 / self.late.count
-        return max(self.late.gib, 0.0) * share
+        passed = (each for each in self.steps if (each.until or 0) < tokens <= (each.largest or 0))
+        like = next(passed, self.late)
+        return max(like.gib, 0.0) * (tokens / like.tokens if self.by_tokens else 1 / like.count)
 
     @property
     def words(self) -> str:
@@ -163,7 +168,7 @@ def _law(report: CaptureReport) -> _Law | None:
     early, late = _together(steps[:half]), _together(steps[half:] or steps)
     # Equal costs, or costs in proportion to tokens: whichever changes less from the early to the late buckets.
     change = _change(early.gib / early.count, late.gib / late.count)
-    return _Law(late, change > _change(early.gib / early.tokens, late.gib / late.tokens))
+    return _Law(tuple(steps), late, change > _change(early.gib / early.tokens, late.gib / late.tokens))
 
 
 def _step(ladder: tuple[int, ...], one: BucketCost, following: BucketCost) -> _Steps:
