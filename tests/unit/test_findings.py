@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import toolkit
-from toolkit.ladder import generate_prefill_buckets
 from toolkit.prefill.guards import GuardFacts, first_blocked
 from toolkit.serverlogs import diagnose
 from toolkit.serverlogs.diagnosis import Diagnosis
 from toolkit.serverlogs.findings import FINDINGS
-from toolkit.serverlogs.findings.finding import SEVERITIES, Finding
+from toolkit.serverlogs.findings.finding import SEVERITIES
 from toolkit.serverlogs.findings.guards import guard_of
 from toolkit.settings import Backend
 
@@ -275,113 +273,6 @@ def test_trimming_is_only_blamed_where_nothing_else_changed(change: tuple[str, s
     assert changed != text
     codes = {one.code for one in diagnose(changed).findings}
     assert ("KV_UNCHANGED_BY_TRIMMING" in codes) is ("num_tokens" in change[0])
-
-
-def _oom(advice_of: Diagnosis) -> Finding:
-    return next(one for one in advice_of.findings if one.code == "OOM_IN_CAPTURE")
-
-
-def test_what_is_missing_follows_from_the_bars() -> None:
-    """2.0 GiB for the first of 30 buckets, 0.1 for each later one; 20 are left to do and 0.6 GiB is free."""
-    buckets = list(range(8, 8 * 31, 8))
-    free = [3.5, *(round(1.5 - 0.1 * later, 2) for later in range(10))]
-    bars = "".join(
-        f"Capturing num tokens (num_tokens={bucket} avail_mem={gib:.2f} GB): 10%|# | {done}/30 [00:01<?]\n"
-        for done, (bucket, gib) in enumerate(zip(reversed(buckets), free, strict=False))
-    )
-    advice = _oom(
-        diagnose(
-            "[2026-09-01 00:00:00] server_args=ServerArgs(model_path='m', mem_fraction_static=0.9, tp_size=1)\n"
-            "[2026-09-01 00:00:00] Load weight begin. avail mem=76.00 GB\n"
-            f"[2026-09-01 00:00:01] Capture target prefill CUDA graph begin. backend=full, num_tokens={buckets}, "
-            f"avail mem=3.50 GB\n{bars}torch.OutOfMemoryError: CUDA out of memory.\n"
-        )
-    ).advice
-    assert "About 1.40 GiB more" in advice  # 20 x 0.1 - 0.6
-    # Of 3.5 GiB 0.35 stay free: 2.0 c/240 + 0.1 (c/8 - 1) <= 3.15 holds up to c = 152.
-    assert "--cuda-graph-max-bs-prefill 152" in advice
-    assert "from 0.9 to 0.875" in advice  # (1.4 + 0.5) / 76 less
-
-
-def _failed(free: float, ladder: list[int]) -> str:
-    """A made-up start of Qwen3-8B whose first bucket finds no room."""
-    return (
-        "[2026-09-16 00:00:01] server_args=ServerArgs(model_path='Qwen/Qwen3-8B', mem_fraction_static=0.97)\n"
-        "[2026-09-16 00:00:02] Load weight begin. avail mem=78.60 GB\n"
-        "[2026-09-16 00:00:14] Load weight end. elapsed=12.02 s, type=Qwen3ForCausalLM, avail mem=63.33 GB, "
-        "mem usage=15.27 GB.\n"
-        "[2026-09-16 00:00:16] Capture target prefill CUDA graph begin. backend=breakable, "
-        f"num_tokens={ladder}, avail mem={free:.2f} GB\n"
-        f"Capturing num tokens (num_tokens={ladder[-1]} avail_mem={free:.2f} GB):   0%| | 0/{len(ladder)} [00:00<?]\n"
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.19 GiB. "
-        "GPU 0 has a total capacity of 79.18 GiB of which 0.68 GiB is free.\n"
-    )
-
-
-def test_one_allocation_is_not_sold_as_the_whole() -> None:
-    advice = _oom(diagnose(_failed(1.2, [4, 64, 512, 8192]))).advice
-    assert "At least 0.51 GiB more" in advice
-    assert "from 0.97 to 0.957 at least" in advice
-    assert "may not be enough" in advice
-    assert "stay free" not in advice
-
-
-@pytest.mark.parametrize("ladder", [[4, 64, 512, 8192], list(generate_prefill_buckets(8192))], ids=["own", "default"])
-@pytest.mark.parametrize("free", [1.2, 2.0, 2.5, 2.7])
-def test_advice_and_the_forecast_beside_it_agree(free: float, ladder: list[int]) -> None:
-    diagnosis = diagnose(_failed(free, ladder), model="qwen3-8b", gpu="h100-80gb")
-    advice = _oom(diagnosis).advice
-    assert diagnosis.measured is not None
-    peak = next(row for row in diagnosis.measured.rows if row.what == "peak inside the capture")
-    assert f"needs {peak.forecast:.2f} GiB ({peak.low:.2f} to {peak.high:.2f} GiB)" in advice
-    lowered = float(advice.partition("from 0.97 to ")[2].partition(" ")[0])
-    assert free + (0.97 - lowered) * 78.6 >= peak.forecast + 0.5 - 1e-6
-    budgeted = next(one for one in diagnosis.measured.verdicts if one.policy == "budgeted")
-    if budgeted.outcome == "skipped":
-        assert "No shorter ladder fits" in advice
-        return
-    ceiling = int(advice.partition("ceiling to ")[2].partition(" ")[0])
-    kept = [bucket for bucket in ladder if bucket <= ceiling]
-    smaller = toolkit.plan(model="qwen3-8b", gpu="h100-80gb", buckets=kept, free_memory_gib=free).forecast
-    assert smaller is not None
-    assert smaller.peak.mid / 1024 + 0.1 * free <= free
-    flag = "--cuda-graph-bs-prefill 4 64" if len(ladder) == 4 else f"--cuda-graph-max-bs-prefill {ceiling}"
-    assert flag in advice
-
-
-def test_a_forecast_that_the_log_disproves_is_no_ground_for_advice() -> None:
-    advice = _oom(diagnose(_failed(9.0, [4, 64, 512, 8192]), model="qwen3-8b", gpu="h100-80gb")).advice
-    assert "which this log disproves" in advice
-    assert "may not be enough" in advice
-
-
-def test_a_ceiling_counts_what_the_bars_showed_of_each_bucket() -> None:
-    """4000 alone took 9.6 of 10 GiB: below a ceiling of 6000 it would again, which the cheap last bucket hides."""
-    free = [(8000, 10.0), (6000, 9.8), (4000, 9.7), (2000, 0.1), (1000, 0.05)]
-    bars = "".join(
-        f"Capturing num tokens (num_tokens={bucket} avail_mem={gib:.2f} GB): 10%|# | {done}/5 [00:01<?]\n"
-        for done, (bucket, gib) in enumerate(free)
-    )
-    begin = "Capture target prefill CUDA graph begin. backend=full, num_tokens=[1000, 2000, 4000, 6000, 8000], "
-    text = f"[2026-09-01 00:00:00] {begin}avail mem=10.00 GB\n{bars}torch.OutOfMemoryError: x\n"
-    assert "--cuda-graph-max-bs-prefill 4000" in _oom(diagnose(text)).advice
-
-
-def test_costs_in_proportion_to_tokens_are_taken_as_such() -> None:
-    """Each later bucket takes 0.02 GiB per 8 tokens; those from 80 down to 8 are left and need 1.1 of 0.5 GiB."""
-    buckets = list(range(8, 8 * 31, 8))
-    free = [16.1, 8.1]
-    for bucket in reversed(buckets[10:-1]):
-        free.append(free[-1] - 0.02 * bucket / 8)
-    assert round(free[-1], 6) == 0.5
-    bars = "".join(
-        f"Capturing num tokens (num_tokens={bucket} avail_mem={gib:.2f} GB): 10%|# | {done}/30 [00:01<?]\n"
-        for done, (bucket, gib) in enumerate(zip(reversed(buckets), free, strict=False))
-    )
-    begin = f"Capture target prefill CUDA graph begin. backend=full, num_tokens={buckets}, avail mem=16.10 GB"
-    advice = _oom(diagnose(f"[2026-09-01 00:00:00] {begin}\n{bars}torch.OutOfMemoryError: x\n")).advice
-    missing = float(advice.partition("About ")[2].partition(" GiB")[0])
-    assert missing == pytest.approx(0.6, abs=0.1)  # ten times the mean of the last buckets would be 2 or more
 
 
 def test_a_log_that_stops_in_a_traceback_says_no_cause() -> None:

@@ -9,7 +9,15 @@ from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
 from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.findings.room import ForecastRoom, ceiling_by_bars, half_ceiling, lower_fraction, missing
+from toolkit.serverlogs.findings.room import (
+    ForecastRoom,
+    ceiling_by_bars,
+    half_ceiling,
+    is_fraction,
+    lower_fraction,
+    missing,
+    sound_ceiling,
+)
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -90,7 +98,8 @@ def _by_forecast(facts: Facts, report: CaptureReport, oom: OutOfMemory, room: Fo
             else "which leaves no reserve."
         )
     ]
-    ceiling = min([*room.fits[-1:], *filter(None, [ceiling_by_bars(report)])], default=None)
+    least = min([*room.fits[-1:], *filter(None, [ceiling_by_bars(report)])], default=None)
+    ceiling = sound_ceiling(report, least, facts.chunk)
     if not room.fits or ceiling is None:
         parts.append("No shorter ladder fits by the forecast:")
         return " ".join([*parts, _fraction_words(facts, facts.ledger_of(report.rank), lacking)])
@@ -119,7 +128,8 @@ def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     else:
         least = "About" if lacking.whole else "At least"
         parts.append(f"{least} {gib(lacking.gib)} more was needed: {lacking.basis}.")
-    ceiling, half = ceiling_by_bars(report), half_ceiling(report)
+    ceiling = sound_ceiling(report, ceiling_by_bars(report), facts.chunk)
+    half = sound_ceiling(report, half_ceiling(report), facts.chunk)
     if ceiling is not None:
         parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
     elif half is not None:
@@ -146,10 +156,18 @@ def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float 
     lowered = lower_fraction(fraction, ledger, lacking_gib)
     if lowered is not None:
         return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
-    if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
+    known = is_fraction(fraction) and ledger is not None and ledger.baseline_gib is not None and ledger.baseline_gib > 0
+    if known and lacking_gib is not None and lacking_gib > 0:
+        return (
+            f"use more ranks or smaller weights: no mem_fraction_static under {fraction} leaves that much and still "
+            "room for a KV pool beside the weights."
+        )
+    if known and ledger is not None and ledger.baseline_gib is not None:
         worth = 0.01 * ledger.baseline_gib
         return f"lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
     lacking = "server_args" if not isinstance(fraction, float) else "Load weight begin"
+    if isinstance(fraction, float) and not is_fraction(fraction):
+        return f"lower mem_fraction_static; the value is n/a, for the printed {fraction} is no fraction."
     return f"lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
 
 

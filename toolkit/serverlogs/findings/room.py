@@ -7,13 +7,19 @@ their tokens (what each bucket keeps alive); which of the two, the bars themselv
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import BucketCost, CaptureReport
 from toolkit.serverlogs.ledger import RankLedger
+from toolkit.settings import MAX_BUCKET_TOKENS
 
 _RESERVE_GIB = 0.5
+_LEAST_KV_SHARE = 0.01
+MIN_BUCKET_TOKENS = 4
+"""The smallest bucket of a server's own ladder."""
 
 
 def reserve(free_gib: float) -> float:
@@ -82,13 +88,15 @@ class _Law:
     """
 
     steps: tuple[_Steps, ...]
+    ends: tuple[int, ...]
     late: _Steps
     by_tokens: bool
 
     def cost(self, tokens: int) -> float:
         """GiB of a bucket of so many tokens."""
-        passed = (each for each in self.steps if (each.until or 0) < tokens <= (each.largest or 0))
-        like = next(passed, self.late)
+        at = bisect_left(self.ends, tokens)
+        passed = at < len(self.steps) and (self.steps[at].until or 0) < tokens
+        like = self.steps[at] if passed else self.late
         return max(like.gib, 0.0) * (tokens / like.tokens if self.by_tokens else 1 / like.count)
 
     @property
@@ -128,11 +136,20 @@ def ceiling_by_bars(report: CaptureReport) -> int | None:
     free = report.series[0].free_gib if report.series else None
     if not ladder or first is None or law is None or free is None:
         return None
-    for ceiling in reversed(ladder[:-1]):
-        need = first * ceiling / ladder[-1] + sum(law.cost(bucket) for bucket in ladder if bucket < ceiling)
-        if need <= free - reserve(free):
-            return ceiling
+    below = [0.0, *accumulate(map(law.cost, ladder))]  # of all buckets under the one at that place
+    for at in reversed(range(len(ladder) - 1)):
+        if first * ladder[at] / ladder[-1] + below[at] <= free - reserve(free):
+            return ladder[at]
     return None
+
+
+def sound_ceiling(report: CaptureReport, ceiling: int | None, chunk: int | None) -> int | None:
+    """The largest bucket up to `ceiling` that may be advised: below the failed ladder's own, not above the chunk."""
+    if ceiling is None:
+        return None
+    prefill = report.phase == "prefill"
+    least, most = (MIN_BUCKET_TOKENS if prefill else 1), (min(ceiling, chunk) if chunk and prefill else ceiling)
+    return max((bucket for bucket in _ladder(report)[:-1] if least <= bucket <= most), default=None)
 
 
 def half_ceiling(report: CaptureReport) -> int | None:
@@ -142,40 +159,56 @@ def half_ceiling(report: CaptureReport) -> int | None:
 
 
 def lower_fraction(fraction: object, ledger: RankLedger | None, missing: float | None) -> float | None:
-    """mem_fraction_static that leaves `missing` more: the fraction is a share of the memory free before weights."""
-    if not isinstance(fraction, float) or ledger is None or not ledger.baseline_gib or missing is None:
+    """mem_fraction_static that leaves `missing` more: the fraction is a share of the memory free before weights.
+
+    None where figures are lacking, and where no fraction does: the weights take their share, and a KV pool needs some.
+    """
+    if not is_fraction(fraction) or not isinstance(fraction, float) or missing is None or missing <= 0:
         return None
-    lowered = fraction - (missing + _RESERVE_GIB) / ledger.baseline_gib
-    return math.floor(lowered * 1000 + 1e-6) / 1000 if lowered > 0 else None
+    baseline = ledger.baseline_gib if ledger is not None else None
+    if ledger is None or baseline is None or baseline <= 0:
+        return None
+    lowered = math.floor((fraction - (missing + _RESERVE_GIB) / baseline) * 1000 + 1e-6) / 1000
+    weights = max(ledger.weights_gib or 0.0, baseline - (ledger.free_after_weights_gib or baseline)) / baseline
+    return lowered if weights + _LEAST_KV_SHARE <= lowered < fraction else None
+
+
+def is_fraction(value: object) -> bool:
+    """Whether it can be a mem_fraction_static."""
+    return isinstance(value, float) and 0 < value < 1
 
 
 def _ladder(report: CaptureReport) -> tuple[int, ...]:
     """Its buckets, smallest first: as printed, else the default ones up to the largest that a bar named."""
     if report.buckets:
-        return report.buckets
+        return tuple(bucket for bucket in report.buckets if 0 < bucket <= MAX_BUCKET_TOKENS)
     names = [point.bucket for point in report.series if point.bucket is not None]
-    return tuple(generate_prefill_buckets(max(names, default=0)))
+    return tuple(generate_prefill_buckets(max((name for name in names if name <= MAX_BUCKET_TOKENS), default=0)))
 
 
 def _law(report: CaptureReport) -> _Law | None:
     """What the buckets after the first cost; None when bars show no such step."""
     measured = list(zip(report.series, report.series[1:], strict=False))
     ladder = _ladder(report)
-    steps = [_step(ladder, one, following) for one, following in measured if one.done and one.added_gib is not None]
+    sums = (0, *accumulate(ladder))
+    known = [(one, following) for one, following in measured if one.done and one.added_gib is not None]
+    steps = [_step(ladder, sums, one, following) for one, following in known]
     if not steps:
         return None
     half = (len(steps) + 1) // 2
     early, late = _together(steps[:half]), _together(steps[half:] or steps)
     # Equal costs, or costs in proportion to tokens: whichever changes less from the early to the late buckets.
     change = _change(early.gib / early.count, late.gib / late.count)
-    return _Law(tuple(steps), late, change > _change(early.gib / early.tokens, late.gib / late.tokens))
+    by_tokens = change > _change(early.gib / early.tokens, late.gib / late.tokens)
+    steps.sort(key=lambda each: each.largest or 0)
+    return _Law(tuple(steps), tuple(each.largest or 0 for each in steps), late, by_tokens)
 
 
-def _step(ladder: tuple[int, ...], one: BucketCost, following: BucketCost) -> _Steps:
+def _step(ladder: tuple[int, ...], sums: tuple[int, ...], one: BucketCost, following: BucketCost) -> _Steps:
     """From one reading to the next: the buckets of the ladder in between, where the bars' count is theirs."""
     first, end = one.bucket or 1, following.bucket or 1
-    passed = [bucket for bucket in ladder if end < bucket <= first]
-    tokens = float(sum(passed)) if len(passed) == one.buckets else one.buckets * (first + end) / 2
+    low, high = bisect_right(ladder, end), bisect_right(ladder, first)
+    tokens = float(sums[high] - sums[low]) if high - low == one.buckets else one.buckets * (first + end) / 2
     return _Steps(one.buckets, max(tokens, 1.0), one.added_gib or 0.0, one.bucket, following.bucket)
 
 
