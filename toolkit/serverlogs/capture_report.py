@@ -101,7 +101,7 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
     series = bucket_costs(capture.points)
     end = capture.end
     readings = [point.free_gib for point in series if point.free_gib is not None]
-    before = capture.free_before_gib
+    before = capture.free_before_gib if capture.begin else getattr(capture.skip, "free_gib", None)
     # Without bars nothing is known of the inside: the end line tells what came back, too.
     lowest = min([*readings, *([end.free_gib] if readings and end and end.free_gib is not None else [])], default=None)
     # A bar that stands before the first bucket shows nothing of what that bucket takes.

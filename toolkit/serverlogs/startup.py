@@ -167,8 +167,8 @@ class Capture:
 
     @property
     def free_before_gib(self) -> float | None:
-        """Free memory of the begin line, or of the gate that skipped it."""
-        return self.begin.free_gib if self.begin else getattr(self.skip, "free_gib", None)
+        """Free memory of the begin line."""
+        return self.begin.free_gib if self.begin else None
 
     @property
     def free_after_gib(self) -> float | None:
