@@ -104,6 +104,21 @@ def test_no_ceiling_is_advised_that_cannot_be() -> None:
     assert "--cuda-graph-max-bs-prefill 512)" in _oom(diagnose(small)).advice
 
 
+def test_memory_that_ran_out_on_a_rank_without_bars_is_that_ranks() -> None:
+    begin = "Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4, 64, 512], avail mem=3.00 GB"
+    found = diagnose(
+        f"[2026-09-01 00:00:00 TP0] {begin}\n[2026-09-01 00:00:00 TP1] {begin}\n"
+        "Capturing num tokens (num_tokens=512 avail_mem=2.90 GB):   0%| | 0/3 [00:00<?]\n"
+        "[2026-09-01 00:00:01 TP1] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "graphs.py", line 128, in capture\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 500.00 MiB. GPU 1 has a total capacity of "
+        "79.18 GiB of which 420.00 MiB is free.\n"
+    ).findings
+    oom = next(one for one in found if one.code == "OOM_IN_CAPTURE")
+    assert oom.ranks == ("TP1",)
+    assert "on TP1: PyTorch" in oom.message  # which bucket TP1 was at, nobody says
+
+
 def test_memory_that_was_free_enough_gives_no_value() -> None:
     text = (LOGS / "finding_oom_after_capture.log").read_text()
     made = re.sub(r"of which [\d.]+ [MG]iB is free", "of which 200.00 GiB is free", text)
