@@ -119,6 +119,20 @@ def test_memory_that_ran_out_on_a_rank_without_bars_is_that_ranks() -> None:
     assert "on TP1: PyTorch" in oom.message  # which bucket TP1 was at, nobody says
 
 
+def test_no_room_for_kv_is_said_once() -> None:
+    begin = "Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4, 64, 512], avail mem=3.00 GB"
+    error = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+    found = diagnose(f"[2026-09-01 00:00:00] {begin}\n{error}\n").findings
+    assert [one.code for one in found if one.severity == "error"] == ["NO_ROOM_FOR_KV"]
+
+
+def test_a_negative_usage_is_no_ground_for_a_plan() -> None:
+    text = (LOGS / "sglang_new_breakable.log").read_text().replace("mem usage=1.71 GB", "mem usage=-0.50 GB")
+    codes = [one.code for one in diagnose(text).findings]
+    assert "NEGATIVE_USAGE" in codes
+    assert "PEAK_ABOVE_PRINTED_USAGE" not in codes
+
+
 def test_memory_that_was_free_enough_gives_no_value() -> None:
     text = (LOGS / "finding_oom_after_capture.log").read_text()
     made = re.sub(r"of which [\d.]+ [MG]iB is free", "of which 200.00 GiB is free", text)

@@ -273,13 +273,14 @@ def _timings(startup: Startup) -> Timings | None:
 def _measured(
     startups: tuple[Startup, ...], model: str | None, gpu: str | None, version: str | None
 ) -> tuple[Measured | None, tuple[str, ...]]:
+    from toolkit.catalogue import resolve_model
+
+    if model is not None:
+        resolve_model(model)  # what a person names wrongly is an error; what the log lacks is a note
     if gpu is None:
         return None, ("no forecast: a log does not name the card; give gpu",) if model is not None else ()
-    from toolkit.catalogue import resolve_model
     from toolkit.hardware import resolve_gpu
     from toolkit.serverlogs.measured import beside_forecast
 
-    resolve_gpu(gpu)  # what a person names wrongly is an error; what the log lacks is a note
-    if model is not None:
-        resolve_model(model)
+    resolve_gpu(gpu)
     return beside_forecast(startups, model, gpu, version)

@@ -63,6 +63,8 @@ def _head(diagnosis: Diagnosis) -> Iterator[str]:
     elif diagnosis.versions and diagnosis.versions != VERSIONS:
         first, last = diagnosis.versions[0], diagnosis.versions[-1]
         yield f"version: {first} to {last} by its wording" if first != last else f"version: {first} by its wording"
+    if diagnosis.dropped:
+        yield f"starts: {len(diagnosis.startups):,} kept, {diagnosis.dropped:,} between the first and the last left out"
     counters = diagnosis.counters
     unread = f", {counters.unknown:,} not known" if counters.unknown else ""
     cut = f", {counters.cut:,} cut at 65,536 characters" if counters.cut else ""
