@@ -359,6 +359,8 @@ def test_a_wrong_name_is_bad_input() -> None:
         diagnose(LOGS / "sglang_clean.log", gpu="h100-80gb", model="no-such-model")
     with pytest.raises(InvalidInput, match="no-such-model"):
         diagnose(LOGS / "sglang_clean.log", model="no-such-model")
+    with pytest.raises(InvalidInput, match=r"9\.9"):
+        diagnose(LOGS / "sglang_clean.log", sglang_version="9.9")
     with pytest.raises(InvalidInput, match="newest"):
         diagnose(LOGS / "sglang_clean.log", sglang_version="newest")
 

@@ -22,7 +22,7 @@ from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
 from toolkit.serverlogs.lines import Counters, Source
 from toolkit.serverlogs.replay import ReplayStats, replay_stats
 from toolkit.serverlogs.startup import Startup
-from toolkit.serverlogs.versions import possible_versions
+from toolkit.serverlogs.versions import VERSIONS, possible_versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -187,6 +187,9 @@ def diagnose(
     """
     if sglang_version is not None and not _VERSION.fullmatch(sglang_version):
         raise InvalidInput(f"version {sglang_version!r}", "a release such as 0.5.17", "leave it out if not known")
+    if sglang_version is not None and sglang_version not in VERSIONS:
+        known = f"releases known here are {VERSIONS[0]} to {VERSIONS[-1]}"
+        raise InvalidInput(f"SGLang version {sglang_version!r} is unknown", known, "leave it out")
     log = read_log(_checked(source))
     version = sglang_version or _printed_version(log.startups)
     startups = tuple(log.startups)
