@@ -45,11 +45,36 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_several_files_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     files = [ROUTER, str(LOGS / "sglang_clean.log")]
     assert main(["diagnose", *files]) == 0
-    assert "prefill (GiB)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for name in ("prefill graph: outcome", "prefill graph: usage (GiB)", "prefill graph: capture (s)"):
+        assert sum(line.strip().startswith(name) for line in out.splitlines()) == 1
+    assert "findings above info" in out
     assert main(["diagnose", *files, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert [one["source"] for one in values["logs"]] == files
     assert [one["prefill"] for one in values["comparison"]] == ["oom", "captured"]
+
+
+def test_a_share_is_shown_in_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(LOGS / "finding_tts_ladder.log"), str(LOGS / "sglang_clean.log")]) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("prefills replayed"))
+    assert "60.0 %" in shown
+
+
+@pytest.mark.parametrize("name", ["sglang_new_breakable", "sglang_gate", "sglang_old_tp8_cut", "sglang_oom_driver"])
+def test_a_terminal_of_80_columns_shows_every_column(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("toolkit.views.tables.PIPE_WIDTH", 80)
+    assert main(["diagnose", str(LOGS / f"{name}.log"), "--model", "qwen3-30b-a3b", "--gpu", "h100-80gb"]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    rules = [line for line in out.splitlines() if set(line.strip()) == {"\u2500"}]
+    assert len(rules) >= 4
+    assert all(len(line.rstrip()) <= 80 for line in rules)
+    for column in ("usage", "weights", "free after", "KV", "least", "other"):
+        assert column in out
 
 
 def test_a_forecast_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:

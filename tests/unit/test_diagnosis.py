@@ -289,6 +289,52 @@ def test_a_measurement_outside_the_forecast_is_a_finding() -> None:
     assert miss.severity == "info"
 
 
+def test_a_log_of_another_model_is_told_and_no_policy_is_judged() -> None:
+    text = (LOGS / "sglang_new_breakable.log").read_text()
+    for path, words in {
+        "Qwen/Qwen3-30B-A3B-FP8": ("name Qwen/Qwen3-30B-A3B-FP8", "29.15 GiB of weights where 8.79 GiB are planned"),
+        "/models/mine": ("29.15 GiB of weights where 8.79 GiB are planned",),
+    }.items():
+        made = text.replace("Qwen/Qwen3-30B-A3B-FP8", path)
+        diagnosis = diagnose(made, model="qwen3-8b", gpu="h100-80gb")
+        found = [one for one in diagnosis.findings if one.code == "MODEL_MISMATCH"]
+        assert [one.severity for one in found] == ["warning"]
+        assert all(word in found[0].message for word in words)
+        assert ("name" in found[0].message) is (len(words) > 1)
+        assert not any(one.code == "ESTIMATE_MISS" for one in diagnosis.findings)
+        assert diagnosis.measured is not None
+        assert diagnosis.measured.verdicts == ()
+        assert "this server is another" in diagnosis.measured.about
+        assert json.dumps(diagnosis.to_dict())
+
+
+def test_a_log_that_names_another_model_of_the_same_size_is_told() -> None:
+    text = (LOGS / "sglang_clean.log").read_text().replace("some/model", "meta-llama/Llama-3.1-8B-Instruct")
+    codes = [one.code for one in diagnose(text, model="qwen3-8b", gpu="h100-80gb").findings]
+    assert "MODEL_MISMATCH" in codes
+
+
+@pytest.mark.parametrize("path", ["some/model", "Qwen/Qwen3-8B", "/data/Qwen3-8B-Base/", "Qwen/Qwen3-8B-FP8"])
+def test_a_log_of_the_model_that_is_given_is_none_of_another(path: str) -> None:
+    text = (LOGS / "sglang_clean.log").read_text().replace("some/model", path)
+    diagnosis = diagnose(text, model="qwen3-8b", gpu="h100-80gb")
+    assert diagnosis.measured is not None
+    assert diagnosis.measured.mismatch is None
+    assert diagnosis.measured.verdicts
+
+
+def test_a_log_from_the_middle_of_serving_says_that_it_has_no_start_up() -> None:
+    lines = (LOGS / "sglang_new_breakable.log").read_text().splitlines()
+    served = diagnose("\n".join(line for line in lines if "Prefill batch" in line) + "\n")
+    assert served.summary == "sglang, no start-up in this log; nothing wrong"
+    assert "begins after the start-up" in served.findings[-1].message + served.findings[0].message
+
+
+def test_a_skipped_capture_has_the_free_memory_that_the_gate_saw() -> None:
+    skipped = [each for each in _read("sglang_gate").captures if each.outcome == "skipped"]
+    assert [each.free_before_gib for each in skipped] == [2.05, 2.28]
+
+
 def test_without_a_card_or_a_known_model_there_is_a_note() -> None:
     assert diagnose(LOGS / "sglang_clean.log").notes == ()
     assert "give gpu" in diagnose(LOGS / "sglang_clean.log", model="qwen3-8b").notes[0]
@@ -311,6 +357,10 @@ def test_a_wrong_name_is_bad_input() -> None:
         diagnose(LOGS / "sglang_clean.log", gpu="h900")
     with pytest.raises(InvalidInput):
         diagnose(LOGS / "sglang_clean.log", gpu="h100-80gb", model="no-such-model")
+    with pytest.raises(InvalidInput, match="no-such-model"):
+        diagnose(LOGS / "sglang_clean.log", model="no-such-model")
+    with pytest.raises(InvalidInput, match=r"9\.9"):
+        diagnose(LOGS / "sglang_clean.log", sglang_version="9.9")
     with pytest.raises(InvalidInput, match="newest"):
         diagnose(LOGS / "sglang_clean.log", sglang_version="newest")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from toolkit.serverlogs import diagnose
 from toolkit.serverlogs.events import NO_RANK, CaptureFailed, EngineStart, ErrorLine, Event, OutOfMemory
 from toolkit.serverlogs.parse import parse
 
@@ -92,3 +95,18 @@ def test_arguments_are_read_by_name_and_the_graph_configuration_by_phase() -> No
         **{"prefill.max_bs": 8192, "prefill.bs": (4, 8)},
         # tp_size=4 is cut: it may have been 40
     }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[2026-08-27 00:01:00] Receive: obj=GenerateReqInput(rid='a', text='{}', x=1)",
+        "[2026-08-27 00:01:00] Finish: obj=GenerateReqInput(rid='a'), out={{'text': '{}'}}",
+        "INFO 10-05 09:11:20 [logger.py:39] Received request cmpl-1: prompt: '{}', params: x",
+        "[2026-08-27 00:01:00] odd.module: request(text='{}')",
+    ],
+)
+def test_what_a_user_wrote_is_no_failure_of_the_server(line: str) -> None:
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB is free"
+    clean = (Path(__file__).resolve().parents[1] / "serverlogs" / "sglang_clean.log").read_text()
+    assert [one for one in diagnose(f"{clean}{line.format(said)}\n").findings if one.severity == "error"] == []

@@ -50,10 +50,10 @@ class CaptureReport:
         backend: as printed.
         n_buckets: of the printed list, else what the bar counts to.
         buckets: smallest first; None unless the log shows them all.
-        free_before_gib: of the begin line.
+        free_before_gib: of the begin line, or of the gate that skipped it.
         mem_usage_gib: as printed: free before less free after, so it may be negative.
         min_free_gib: the least of the bars and the end line; None without bars.
-        peak_need_gib: free before less the least free inside; None without bars.
+        peak_need_gib: free before less the least free inside; None without bars after a first bucket.
         first_bucket_gib: cost of the first, largest bucket, from bars.
         later_bucket_gib: mean cost of the buckets after it, from bars.
         elapsed_s: as printed.
@@ -101,9 +101,11 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
     series = bucket_costs(capture.points)
     end = capture.end
     readings = [point.free_gib for point in series if point.free_gib is not None]
-    before = capture.free_before_gib
+    before = capture.free_before_gib if capture.begin else getattr(capture.skip, "free_gib", None)
     # Without bars nothing is known of the inside: the end line tells what came back, too.
     lowest = min([*readings, *([end.free_gib] if readings and end and end.free_gib is not None else [])], default=None)
+    # A bar that stands before the first bucket shows nothing of what that bucket takes.
+    inside = end is not None or any(point.done != 0 for point in series)
     ladder = capture.ladder or _ladder_of_bars(capture)
     compiled = capture.compile_points[-1] if capture.compile_points else None
     return CaptureReport(
@@ -118,7 +120,7 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
         free_before_gib=before,
         mem_usage_gib=end.usage_gib if end else None,
         min_free_gib=lowest,
-        peak_need_gib=round(before - lowest, 4) if before is not None and lowest is not None else None,
+        peak_need_gib=round(before - lowest, 4) if inside and before is not None and lowest is not None else None,
         first_bucket_gib=first_cost(series),
         later_bucket_gib=later_cost(series),
         elapsed_s=end.elapsed_s if end else None,

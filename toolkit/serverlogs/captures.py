@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from toolkit.serverlogs import events as ev
@@ -134,10 +135,23 @@ def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
+    event = _of_its_rank(startup, event)
     startup.keep(startup.ooms, event)
     capture = _running(startup, event.rank)
     if capture is not None and capture.oom is None:
         capture.oom = event
+
+
+_LONGEST_TRACEBACK = 400
+
+
+def _of_its_rank(startup: Startup, event: ev.OutOfMemory) -> ev.OutOfMemory:
+    """An exception's last line has no prefix: it is of the rank that the head of its traceback names."""
+    head = next((error for error in reversed(startup.errors) if error.kind == "SchedulerException"), None)
+    if event.rank.named or head is None or not 0 <= event.line - head.line <= _LONGEST_TRACEBACK:
+        return event
+    own = startup.running.get(head.rank) if _is_rank(startup, head.rank) else None
+    return replace(event, rank=head.rank) if own is not None and own.oom is None else event
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:

@@ -22,7 +22,7 @@ from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
 from toolkit.serverlogs.lines import Counters, Source
 from toolkit.serverlogs.replay import ReplayStats, replay_stats
 from toolkit.serverlogs.startup import Startup
-from toolkit.serverlogs.versions import possible_versions
+from toolkit.serverlogs.versions import VERSIONS, possible_versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -187,6 +187,9 @@ def diagnose(
     """
     if sglang_version is not None and not _VERSION.fullmatch(sglang_version):
         raise InvalidInput(f"version {sglang_version!r}", "a release such as 0.5.17", "leave it out if not known")
+    if sglang_version is not None and sglang_version not in VERSIONS:
+        known = f"releases known here are {VERSIONS[0]} to {VERSIONS[-1]}"
+        raise InvalidInput(f"SGLang version {sglang_version!r} is unknown", known, "leave it out")
     log = read_log(_checked(source))
     version = sglang_version or _printed_version(log.startups)
     startups = tuple(log.startups)
@@ -204,7 +207,12 @@ def diagnose(
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
         replay=tuple(filter(None, map(replay_stats, startups))),
-        findings=in_order([*check_log(log, sglang_version), *(measured.misses() if measured else [])]),
+        findings=in_order(
+            [
+                *check_log(log, sglang_version, measured.room if measured else None),
+                *(measured.findings if measured else []),
+            ]
+        ),
         measured=measured,
         notes=notes,
         counters=log.counters,
@@ -268,13 +276,14 @@ def _timings(startup: Startup) -> Timings | None:
 def _measured(
     startups: tuple[Startup, ...], model: str | None, gpu: str | None, version: str | None
 ) -> tuple[Measured | None, tuple[str, ...]]:
+    from toolkit.catalogue import resolve_model
+
+    if model is not None:
+        resolve_model(model)  # what a person names wrongly is an error; what the log lacks is a note
     if gpu is None:
         return None, ("no forecast: a log does not name the card; give gpu",) if model is not None else ()
-    from toolkit.catalogue import resolve_model
     from toolkit.hardware import resolve_gpu
     from toolkit.serverlogs.measured import beside_forecast
 
-    resolve_gpu(gpu)  # what a person names wrongly is an error; what the log lacks is a note
-    if model is not None:
-        resolve_model(model)
+    resolve_gpu(gpu)
     return beside_forecast(startups, model, gpu, version)

@@ -16,17 +16,17 @@ def summary(diagnosis: Diagnosis) -> str:
     if diagnosis.engine is None:
         return f"nothing of SGLang or vLLM in {diagnosis.counters.lines:,} lines"
     starts = f"{len(diagnosis.startups)} starts, " if len(diagnosis.startups) > 1 else ""
-    ranks = f"{len(diagnosis.ranks)} ranks" if len(diagnosis.ranks) > 1 else "1 rank"
+    ranks = f"{len(diagnosis.ranks)} ranks, " if len(diagnosis.ranks) > 1 else "1 rank, " if diagnosis.ranks else ""
     found = {severity: sum(one.severity == severity for one in diagnosis.findings) for severity in ("error", "warning")}
     counts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in found.items() if count]
-    return f"{diagnosis.engine}, {starts}{ranks}, {_graph(diagnosis)}; {', '.join(counts) or 'nothing wrong'}"
+    return f"{diagnosis.engine}, {starts}{ranks}{_graph(diagnosis)}; {', '.join(counts) or 'nothing wrong'}"
 
 
 def _graph(diagnosis: Diagnosis) -> str:
     prefills = [each for each in diagnosis.captures if each.phase in ("prefill", "all") and each.role == "target"]
     real = [each for each in prefills if each.outcome != "estimate"]
     if not real:
-        return "no prefill capture"
+        return "no prefill capture" if diagnosis.ranks else "no start-up in this log"
     worst = min(real, key=lambda each: ("oom", "failed", "skipped", "incomplete", "captured").index(each.outcome))
     name = "graphs" if worst.phase == "all" else "prefill graph"
     return f"{name} {_WORDS.get(worst.outcome, worst.outcome)}{_figures(worst)}"

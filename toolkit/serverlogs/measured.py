@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import PrefillLabError
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.room import ForecastRoom
 from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
+from toolkit.serverlogs.model_match import mismatch
 from toolkit.serverlogs.startup import Startup
 
 if TYPE_CHECKING:
     from toolkit.forecast.plan import Plan
+    from toolkit.policies import LadderNeed
 
 _KV_DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float8_e4m3fn": "fp8", "fp8_e4m3": "fp8"}
 _JUDGED = ("prefill graph", "peak inside the capture")
@@ -53,10 +56,12 @@ class Measured:
         gpu: catalogue id of the card.
         sglang_version: whose rules the forecast uses.
         rows: figures side by side.
-        verdicts: by policy; empty when the log does not say what was free.
+        verdicts: by policy; empty when the log does not say what was free, or is of another model.
         assumptions: of the forecast.
         lines: where that rank's prefill capture begins and ends.
         whole: whether that capture came to its end; if not, its peak is a lower bound.
+        mismatch: why the forecast is not about this server; None when nothing speaks against it.
+        room: what the forecast says fits into the memory that was free; None where it says nothing about this server.
     """
 
     startup: int
@@ -69,9 +74,21 @@ class Measured:
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
     whole: bool = True
+    mismatch: Finding | None = None
+    room: ForecastRoom | None = None
 
-    def misses(self) -> list[Finding]:
-        """A measurement of the graphs outside the forecast's range."""
+    @property
+    def about(self) -> str:
+        """What the forecast is about, and that it is not about this server where that shows."""
+        plainly = f"{self.model} on {self.gpu}, rules of SGLang {self.sglang_version}"
+        return f"{plainly}; this server is another (MODEL_MISMATCH)" if self.mismatch else plainly
+
+    @property
+    def findings(self) -> list[Finding]:
+        """That the log is of another model, else its measurements of the graphs outside the forecast's range."""
+        return [self.mismatch] if self.mismatch is not None else self._misses()
+
+    def _misses(self) -> list[Finding]:
         found = []
         for row in self.rows:
             if row.what not in _JUDGED or row.measured is None or row.low <= row.measured <= row.high:
@@ -115,18 +132,20 @@ def beside_forecast(
         choices["sglang_version"] = version
     try:
         plan = make_plan(PlanSettings.create(**choices))
+        other = mismatch(startup, ledger, plan)
         verdicts: tuple[Verdict, ...] = ()
-        if ledger.free_before_capture_gib:
+        room, free = None, _free_before(ledger, capture)
+        if free and other is None:
             choices.pop("mem_fraction", None)
-            on_measured = choices | {"free_memory_gib": ledger.free_before_capture_gib}
-            verdicts = _verdicts(make_plan(PlanSettings.create(**on_measured)))
+            on_measured = make_plan(PlanSettings.create(**choices | {"free_memory_gib": free}))
+            verdicts, room = _verdicts(on_measured), _room(startup.index, on_measured)
     except PrefillLabError as error:
         return None, (f"no forecast: {error}",)
     rows = tuple(_rows(plan, ledger, capture))
     parts = startup.index, ledger.rank, plan.model.id, plan.gpu.id, plan.release.version
     lines = tuple(sorted(set(capture.lines))) if capture is not None else ()
     whole = capture is not None and capture.outcome == "captured"
-    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole), ()
+    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole, other, room), ()
 
 
 def known_model(startup: Startup) -> str | None:
@@ -143,6 +162,41 @@ def _prefill(startup: Startup, ledger: RankLedger) -> CaptureReport | None:
     found = [each for each in capture_reports(startup) if each.phase == "prefill" and each.role == "target"]
     of_rank = [each for each in found if each.rank == ledger.rank]
     return next(iter(of_rank or found), None)
+
+
+def _free_before(ledger: RankLedger, capture: CaptureReport | None) -> float | None:
+    """Of the prefill capture where the log tells, else of the first one."""
+    own = capture.free_before_gib if capture is not None and capture.rank == ledger.rank else None
+    return own if own is not None else ledger.free_before_capture_gib
+
+
+def _room(startup: int, plan: Plan) -> ForecastRoom | None:
+    """What fits, as the budgeted policy judges it beside: peak and reserve, and the graphs captured later."""
+    from toolkit.forecast.needs import ladder_need, ladder_needs
+    from toolkit.forecast.plan import forecaster, later_need
+
+    if plan.forecast is None or ladder_need(plan.forecast) is None:
+        return None
+    ask, free = forecaster(plan.settings), plan.free_before_gib
+    later, _ = later_need(plan.settings, plan.resolved)
+
+    def fits(need: LadderNeed) -> bool:
+        return max(need.peak_gib, need.total_gib + later) <= free - plan.reserve_gib
+
+    needs = ladder_needs(lambda buckets: ask(plan.model, plan.backend, buckets), plan.buckets, fits)
+    best = next(filter(fits, needs), None)
+    peak = plan.forecast.peak
+    return ForecastRoom(
+        startup,
+        free,
+        peak.mid / 1024,
+        peak.low / 1024,
+        peak.high / 1024,
+        plan.forecast.total.mid / 1024 + later,
+        tuple(sorted(best.buckets)) if best is not None else (),
+        best.peak_gib if best is not None else None,
+        best is not None and len(best.buckets) == len(plan.buckets),
+    )
 
 
 def _choices(startup: Startup, capture: CaptureReport | None) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from toolkit.serverlogs.failures import Parser
 from toolkit.serverlogs.lines import Counters, Source, read_lines
 from toolkit.serverlogs.prefixes import Prefixes
 
+# Lines that hold the words of a request or an answer, which may be anything.
+_REQUESTS = ("Receive: ", "Finish: ", "Received request ")
 _Rules = tuple[tuple[str, Parser | None], ...]
 
 
@@ -20,7 +22,7 @@ def _index() -> dict[str, _Rules]:
     found: dict[str, list[tuple[str, Parser | None]]] = {}
     for beginning, parser in (*sglang.RULES, *vllm.RULES, *failures.RULES):
         found.setdefault(_first_word(beginning), []).append((beginning, parser))
-    for beginning in (*sglang.IGNORED, *vllm.IGNORED):
+    for beginning in (*sglang.IGNORED, *vllm.IGNORED, *_REQUESTS):
         found.setdefault(_first_word(beginning), []).append((beginning, None))
     return {word: tuple(sorted(rules, key=lambda rule: -len(rule[0]))) for word, rules in found.items()}
 
@@ -43,6 +45,7 @@ _FREQUENT = ("Decode batch", *(f"INFO:     {digit}" for digit in range(10)))
 # A line that is not understood from its start may still hold words of ours behind an unknown prefix.
 _HINTS = ("mem=", " graph", "GiB", "allocated", "Traceback", "OutOfMemory", "server_args=")
 _MAY_PRECEDE = re.compile(r"[\]:|)] |\":\"")
+_VALUE = re.compile(r"[=:({\[,] ?'|=\"|[:({\[,] \"")
 _FARTHEST = 240
 _NEXT_LOG_LINE = re.compile(r"(?<=.)\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]\n]{0,100}\] ")
 
@@ -125,7 +128,8 @@ class _Reader:
         if "%|" in text or has_bar(text):
             return self._bars(text, line, rank)
         if any(hint in text for hint in _HINTS):
-            for before in _MAY_PRECEDE.finditer(text, 0, _FARTHEST):
+            value = _VALUE.search(text, 0, _FARTHEST)  # from there on a line may hold what somebody asked a model
+            for before in _MAY_PRECEDE.finditer(text, 0, value.start() if value else _FARTHEST):
                 at = before.end()
                 for beginning, parser in _rules_for(text[at : at + _LONGEST]):
                     if parser is not None and text.startswith(beginning, at):

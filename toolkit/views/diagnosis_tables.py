@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.compare import Comparison
@@ -52,7 +53,7 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
         table.add_column(plain(diagnosis.source), justify="right", overflow="fold")
     for key in comparison.rows[0]:
         if key != "source":
-            table.add_row(_named(key), *(plain(_figure(row[key])) for row in comparison.rows))
+            table.add_row(_NAMES.get(key) or _named(key), *(plain(_compared(key, row[key])) for row in comparison.rows))
     return [*parts, table, *_findings(comparison.findings, nothing="")]
 
 
@@ -62,6 +63,8 @@ def _head(diagnosis: Diagnosis) -> Iterator[str]:
     elif diagnosis.versions and diagnosis.versions != VERSIONS:
         first, last = diagnosis.versions[0], diagnosis.versions[-1]
         yield f"version: {first} to {last} by its wording" if first != last else f"version: {first} by its wording"
+    if diagnosis.dropped:
+        yield f"starts: {len(diagnosis.startups):,} kept, {diagnosis.dropped:,} between the first and the last left out"
     counters = diagnosis.counters
     unread = f", {counters.unknown:,} not known" if counters.unknown else ""
     cut = f", {counters.cut:,} cut at 65,536 characters" if counters.cut else ""
@@ -100,38 +103,35 @@ def _starts(one: Finding) -> str:
 
 
 def _captures(captures: Sequence[CaptureReport]) -> list[RenderableType]:
-    table = _table("capture (GiB, s)", "outcome", "backend")
-    for name in ("buckets", "free before", "usage", "peak need", "least free", "free after", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """What was captured, and what memory it moved: two tables, so that each fits 80 columns."""
+    table = _table("capture", "outcome", "backend", right=("buckets", "time (s)"))
+    memory = _table("captures (GiB)", right=("free\nbefore", "usage", "peak\nneed", "least\nfree", "free\nafter"))
     for one in captures[:_SHOWN_ROWS]:
         figures = (one.free_before_gib, one.mem_usage_gib, one.peak_need_gib, one.min_free_gib, one.free_after_gib)
-        name = f"{_of(one.startup, captures)}{one.rank} {one.role} {one.phase}"
-        row = (plain(name), one.outcome, plain(one.backend or NA), count(one.n_buckets))
-        table.add_row(*row, *map(_figure, (*figures, one.elapsed_s)))
-    return [table, *_more(captures)]
+        name = plain(f"{_of(one.startup, captures)}{one.rank} {one.role} {one.phase}")
+        table.add_row(name, one.outcome, plain(one.backend or NA), count(one.n_buckets), _figure(one.elapsed_s))
+        memory.add_row(name, *map(_figure, figures))
+    return [table, memory, *_more(captures)]
 
 
 def _ranks(ledgers: Sequence[RankLedger]) -> list[RenderableType]:
-    table = _table("memory (GiB)")
-    names = ("free at start", "weights", "KV pool", "KV tokens", "state", "after pools", "before capture", "prefill")
-    for name in (*names, "other graphs", "free at end"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """The memory of each rank up to its captures, and from them on."""
+    until = _table(
+        "memory (GiB)", right=("free at\nstart", "weights", "KV\npool", "KV\ntokens", "state", "free after\npools")
+    )
+    graphs = _table("graphs (GiB)", right=("free before\ncapture", "prefill", "other\ngraphs", "free at\nend"))
     for one in ledgers[:_SHOWN_ROWS]:
+        name = plain(f"{_of(one.startup, ledgers)}{one.rank}")
         early = (one.baseline_gib, one.weights_gib, one.kv_cache_gib)
-        late = (one.state_gib, one.free_after_pools_gib, one.free_before_capture_gib, one.prefill_graph_gib)
-        table.add_row(
-            plain(f"{_of(one.startup, ledgers)}{one.rank}"),
-            *map(_figure, early),
-            count(one.kv_cache_tokens),
-            *map(_figure, (*late, one.other_graphs_gib, one.free_at_end_gib)),
-        )
-    return [table, *_more(ledgers)]
+        late = (one.free_before_capture_gib, one.prefill_graph_gib, one.other_graphs_gib, one.free_at_end_gib)
+        pools = count(one.kv_cache_tokens), _figure(one.state_gib), _figure(one.free_after_pools_gib)
+        until.add_row(name, *map(_figure, early), *pools)
+        graphs.add_row(name, *map(_figure, late))
+    return [until, graphs, *_more(ledgers)]
 
 
 def _stages(ledger: RankLedger) -> Table:
-    table = _table(f"free memory of {ledger.rank} (GiB)")
-    for name in ("line", "free", "taken", "said by lines", "gap"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(f"free memory of\n{ledger.rank} (GiB)", right=("line", "free", "taken", "said by\nlines", "gap"))
     for stage in ledger.stages[:_SHOWN_ROWS]:
         figures = (stage.free_gib, stage.taken_gib, stage.said_gib, stage.gap_gib)
         table.add_row(plain(stage.stage), str(stage.line), *map(_figure, figures))
@@ -139,9 +139,8 @@ def _stages(ledger: RankLedger) -> Table:
 
 
 def _buckets(report: CaptureReport) -> Table:
-    table = _table(f"{report.rank} {report.role} {report.phase}: bucket")
-    for name in ("free before (GiB)", "added (MiB)", "of buckets", "step (s)"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("free before\n(GiB)", "added\n(MiB)", "of\nbuckets", "step\n(s)")
+    table = _table(f"{report.rank}\n{report.role} {report.phase}:\nbucket", right=figures)
     rows = [
         (
             str(one.bucket if one.bucket is not None else NA),
@@ -168,24 +167,36 @@ def _prefills(stats: ReplayStats) -> str:
 
 
 def _beside_forecast(measured: Measured) -> list[RenderableType]:
-    table = _table(f"forecast for {measured.model} on {measured.gpu}, rules of SGLang {measured.sglang_version}")
-    for name in (f"measured ({measured.rank})", "forecast", "low", "high"):
-        table.add_column(name, justify="right", no_wrap=True)
+    head = f"forecast for {measured.about}:"
+    table = _table("", right=(f"measured\n({measured.rank})", "forecast", "low", "high"))
     for row in measured.rows:
         digits = 0 if row.unit == "tokens" else 2
         figures = (row.measured, row.forecast, row.low, row.high)
-        table.add_row(plain(f"{row.what} ({row.unit})"), *(_figure(value, digits) for value in figures))
+        name = row.what if row.unit in row.what else f"{row.what} ({row.unit})"
+        table.add_row(plain(name), *(_figure(value, digits) for value in figures))
     lines = [
         f"policy {one.policy} on the measured free memory: {one.outcome}, {one.reason}" for one in measured.verdicts
     ]
-    return [table, *(plain(line) for line in lines), *(plain(f"assumed: {one}") for one in measured.assumptions)]
+    return [
+        plain(head),
+        table,
+        *(plain(line) for line in lines),
+        *(plain(f"assumed: {one}") for one in measured.assumptions),
+    ]
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Columns of words, then of figures. Long names are broken: a table has to fit a terminal of 80 columns."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(plain(name), no_wrap=True)
+        table.add_column(_broken(name), no_wrap=True)
+    for name in right:
+        table.add_column(_broken(name), justify="right", no_wrap=True)
     return table
+
+
+def _broken(name: str) -> Text:
+    return Text("\n").join(plain(part) for part in name.split("\n"))
 
 
 def _of(startup: int, rows: Sequence[CaptureReport] | Sequence[RankLedger]) -> str:
@@ -203,6 +214,29 @@ def _figure(value: object, digits: int = 2) -> str:
     if isinstance(value, float):
         return f"{value:,.{digits}f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+_NAMES = {
+    "mem_fraction": "mem_fraction_static",
+    "kv_cache_gib": "KV pool (GiB)",
+    "kv_cache_tokens": "KV pool (tokens)",
+    "free_before_gib": "free before capture (GiB)",
+    "prefill": "prefill graph: outcome",
+    "backend": "prefill graph: backend",
+    "n_buckets": "prefill graph: buckets",
+    "largest": "prefill graph: largest (tokens)",
+    "prefill_gib": "prefill graph: usage (GiB)",
+    "peak_need_gib": "prefill graph: peak need (GiB)",
+    "prefill_s": "prefill graph: capture (s)",
+    "captures_s": "all captures (s)",
+    "hit_rate": "prefills replayed",
+    "findings": "findings above info",
+}
+"""What the rows of a comparison are called, where the key says too little."""
+
+
+def _compared(key: str, value: object) -> str:
+    return f"{100 * value:.1f} %" if key == "hit_rate" and isinstance(value, float) else _figure(value)
 
 
 def _named(key: str) -> str:

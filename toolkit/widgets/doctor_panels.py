@@ -174,9 +174,9 @@ def measured_html(measured: Measured) -> str:
         texts = [frames.NA if value is None else f"{value:,.{digits}f}" for value in values]
         rows.append((f"{row.what} ({row.unit})", *texts))
     heads = ["", f"measured, {measured.rank} (field data)", "forecast", "low", "high"]
-    release = f"rules of SGLang {measured.sglang_version}"
-    caption = f"Measured beside the forecast: {measured.model} on {measured.gpu}, {release}"
-    table = markup.table(pd.DataFrame(rows, columns=heads).set_index(""), caption)
+    table = markup.table(
+        pd.DataFrame(rows, columns=heads).set_index(""), f"Measured beside the forecast: {measured.about}"
+    )
     policies = [f"{one.policy}: {one.outcome}, {one.reason}" for one in measured.verdicts]
     assumed = markup.bullets("Assumed", measured.assumptions)
     return table + markup.bullets("Each policy on the memory that was free (forecast)", policies) + assumed

@@ -55,6 +55,7 @@ _LONG_COMPILATION = "https://github.com/sgl-project/sglang-omni/issues/1194"
 def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
     """A capture failed, and not for want of memory, whatever the server's hint says."""
     failed = [each for each in facts.startup.captures if each.outcome == "failed" and _says_why(each)]
+    failed = [each for each in failed if not any(error.kind == "NotEnoughMemory" for error in each.errors)]
     for role, phase in dict.fromkeys((each.role, each.phase) for each in failed):
         group = [each for each in failed if (each.role, each.phase) == (role, phase)]
         words = " | ".join(_words(each) for each in group)

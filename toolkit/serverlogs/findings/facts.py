@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.room import ForecastRoom
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.replay import ReplayStats
 from toolkit.serverlogs.startup import Capture, Startup
@@ -26,6 +27,7 @@ class Facts:
         version: release that wrote the log, None when not known.
         previous: the start before it in the same log.
         followed: whether another start of the same server follows.
+        room: what a forecast says about this start's prefill capture, None without one.
     """
 
     startup: Startup
@@ -35,6 +37,7 @@ class Facts:
     version: str | None = None
     previous: Facts | None = None
     followed: bool = False
+    room: ForecastRoom | None = None
 
     def argument(self, name: str) -> Value:
         """A server argument as printed; None when the log does not have it."""

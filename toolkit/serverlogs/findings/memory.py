@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
-from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.findings.room import lower_ceiling, lower_fraction, missing_gib
+from toolkit.serverlogs.findings.room import (
+    ForecastRoom,
+    ceiling_by_bars,
+    half_ceiling,
+    is_fraction,
+    lower_fraction,
+    missing,
+    sound_ceiling,
+)
 from toolkit.serverlogs.ledger import RankLedger, tightest
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -37,7 +46,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
-            _make_room(facts, report, ooms[0]),
+            _advice(facts, report, ooms[0]),
             _CASES[ooms[0].source] if phase == "prefill" else None,
             labels(ranks),
         )
@@ -62,37 +71,103 @@ def _who(oom: OutOfMemory) -> str:
     return f"PyTorch's allocator failed{tried}{free}"
 
 
+def _advice(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
+    room = facts.room if (report.role, report.phase) == ("target", "prefill") else None
+    if room is None:
+        return _make_room(facts, report, oom)
+    if room.whole:
+        return (
+            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was "
+            f"free, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
+        )
+    return _by_forecast(facts, report, oom, room)
+
+
+def _by_forecast(facts: Facts, report: CaptureReport, oom: OutOfMemory, room: ForecastRoom) -> str:
+    """What the forecast says is needed; where bars ask for more than it, they were there."""
+    bars = missing(report, oom.tried_gib, oom.free_gib)
+    lacking = max(room.missing_gib, bars.gib if bars is not None else 0.0)
+    by_log = " (the log shows that much)" if lacking > room.missing_gib else ""
+    later = f", then {gib(room.later_gib)} with the decode graphs" if room.later_gib > room.peak_gib else ""
+    parts = [
+        f"By the forecast the capture needs {gib(room.peak_gib)} ({between((room.low_gib, room.high_gib))}){later}; "
+        f"{gib(room.free_gib)} was free, "
+        + (
+            f"so {gib(lacking)} more is needed{by_log}, and a reserve besides."
+            if lacking > 0
+            else "which leaves no reserve."
+        )
+    ]
+    least = min([*room.fits[-1:], *filter(None, [ceiling_by_bars(report)])], default=None)
+    ceiling = sound_ceiling(report, least, facts.chunk)
+    if not room.fits or ceiling is None:
+        parts.append("No shorter ladder fits by the forecast:")
+        return " ".join([*parts, _fraction_words(facts, facts.ledger_of(report.rank), lacking)])
+    kept = [bucket for bucket in room.fits if bucket <= ceiling]
+    flag = f"{facts.flags['prefill']} {ceiling}"
+    if len(kept) <= _FEW and kept != list(generate_prefill_buckets(ceiling)):
+        flag = f"{facts.flags['buckets']} {' '.join(map(str, kept))}"
+    needs = f" needs {gib(room.fits_gib)}" if room.fits_gib is not None and ceiling == room.fits[-1] else " fits"
+    parts.append(f"Lower the ceiling to {ceiling} ({flag}), which{needs} by the forecast.")
+    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), lacking)])
+
+
+_FEW = 12
+"""Buckets of a ladder of one's own that are still listed."""
+
+
 def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
-    missing = missing_gib(report, oom.tried_gib, oom.free_gib)
+    lacking = missing(report, oom.tried_gib, oom.free_gib)
     if facts.startup.engine == "vllm":
-        least = f"At least {gib(missing)} more was needed. " if missing is not None else ""
+        least = f"At least {gib(lacking.gib)} more was needed. " if lacking is not None else ""
         return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
-    ceiling = lower_ceiling(report)
     flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
-    if missing is not None:
-        least = "About" if len(report.series) > 2 else "At least"  # one allocation, not the rest of the ladder
-        parts.append(f"{least} {gib(missing)} more was needed.")
-    else:
+    if lacking is None:
         parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
+    else:
+        least = "About" if lacking.whole else "At least"
+        parts.append(f"{least} {gib(lacking.gib)} more was needed: {lacking.basis}.")
+    ceiling = sound_ceiling(report, ceiling_by_bars(report), facts.chunk)
+    half = sound_ceiling(report, half_ceiling(report), facts.chunk)
     if ceiling is not None:
         parts.append(f"Lower the ceiling ({flag} {ceiling}): the first, largest bucket takes the most.")
+    elif half is not None:
+        parts.append(f"Lower the ceiling (try half, {flag} {half}): the first, largest bucket takes the most.")
     else:
         parts.append(f"Lower the ceiling ({flag}), not the number of small buckets.")
-    return " ".join([*parts, "Or", _fraction_words(facts, facts.ledger_of(report.rank), missing)])
+    words = _fraction_words(facts, facts.ledger_of(report.rank), lacking.gib if lacking else None)
+    if lacking is not None and not lacking.whole:
+        words = words.replace(" (0.5 GiB stay free)", " at least") + _ONE_ALLOCATION
+        words += _ASK if facts.room is None else ""
+    return " ".join([*parts, "Or", words])
 
 
-def _fraction_words(facts: Facts, ledger: RankLedger | None, missing: float | None) -> str:
+_ONE_ALLOCATION = (
+    " This covers the one allocation that failed and may not be enough: the log does not say what the rest needs."
+)
+_ASK = " A forecast does when model and gpu are given."
+
+
+def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float | None) -> str:
     if facts.startup.engine == "vllm":
         return "lower gpu_memory_utilization."
     fraction = facts.argument("mem_fraction_static")
-    lowered = lower_fraction(fraction, ledger, missing)
+    lowered = lower_fraction(fraction, ledger, lacking_gib)
     if lowered is not None:
         return f"lower mem_fraction_static from {fraction} to {lowered:.3f} (0.5 GiB stay free)."
-    if isinstance(fraction, float) and ledger is not None and ledger.baseline_gib:
+    known = is_fraction(fraction) and ledger is not None and ledger.baseline_gib is not None and ledger.baseline_gib > 0
+    if known and lacking_gib is not None and lacking_gib > 0:
+        return (
+            f"use more ranks or smaller weights: no mem_fraction_static under {fraction} leaves that much and still "
+            "room for a KV pool beside the weights."
+        )
+    if known and ledger is not None and ledger.baseline_gib is not None:
         worth = 0.01 * ledger.baseline_gib
         return f"lower mem_fraction_static from {fraction}: each 0.01 leaves {gib(worth)} more."
     lacking = "server_args" if not isinstance(fraction, float) else "Load weight begin"
+    if isinstance(fraction, float) and not is_fraction(fraction):
+        return f"lower mem_fraction_static; the value is n/a, for the printed {fraction} is no fraction."
     return f"lower mem_fraction_static; the value is n/a, the `{lacking}` line would tell."
 
 
@@ -104,13 +179,13 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     oom = ooms[0]
     ledger = facts.ledger_of(oom.rank.label) or tightest(facts.ledgers)
     ranks = [each.rank.label for each in ooms if each.rank.named]
-    missing = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
+    lacking = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
         f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
-        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, missing)} A smaller "
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, lacking)} A smaller "
         "chunked_prefill_size takes less for an eager prefill.",
         _WHILE_SERVING,
         labels(ranks),

@@ -21,7 +21,7 @@ def peak_above_printed_usage(facts: Facts) -> Iterator[Finding]:
     """Inside the capture less was free than after it: the printed usage is not what has to be free."""
     for report in facts.captures:
         used, peak = report.mem_usage_gib, report.peak_need_gib
-        if used is None or peak is None or peak - used < _LEAST_PEAK_GIB or report.min_free_gib is None:
+        if used is None or used < 0 or peak is None or peak - used < _LEAST_PEAK_GIB or report.min_free_gib is None:
             continue
         lowest = min(
             (each for each in report.series if each.free_gib is not None), key=lambda each: each.free_gib or 0.0

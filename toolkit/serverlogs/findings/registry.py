@@ -10,6 +10,7 @@ from toolkit.serverlogs.capture_report import capture_reports
 from toolkit.serverlogs.findings import decisions, ends, estimates, memory, pools, readings, traffic
 from toolkit.serverlogs.findings.facts import Check, Facts
 from toolkit.serverlogs.findings.finding import Finding, in_order
+from toolkit.serverlogs.findings.room import ForecastRoom
 from toolkit.serverlogs.ledger import rank_ledgers
 from toolkit.serverlogs.replay import replay_stats
 from toolkit.serverlogs.startup import ServerLog, Startup
@@ -43,12 +44,13 @@ FINDINGS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-def check_log(log: ServerLog, version: str | None = None) -> tuple[Finding, ...]:
+def check_log(log: ServerLog, version: str | None = None, room: ForecastRoom | None = None) -> tuple[Finding, ...]:
     """The findings of every start of a log, most serious first; the same of several starts is said once.
 
     Args:
         log: as `fold.read_log` returns it.
         version: SGLang release that wrote it, None when not known.
+        room: what a forecast says about the capture of one of its starts, None without one.
     """
     found: dict[tuple[str, str, str], Finding] = {}
     last: dict[str, Facts] = {}
@@ -56,6 +58,8 @@ def check_log(log: ServerLog, version: str | None = None) -> tuple[Finding, ...]
         followed = any(later.server == startup.server for later in log.startups[index + 1 :])
         facts = facts_of(startup, version, last.get(startup.server), followed)
         last[startup.server] = replace(facts, previous=None)
+        if room is not None and room.startup == startup.index:
+            facts = replace(facts, room=room)
         for one in check_startup(facts):
             key = (one.code, one.severity, one.message)
             known = found.get(key)
@@ -106,6 +110,7 @@ _MOST_LINES = 1_000
 def _both(first: Finding, second: Finding) -> Finding:
     return replace(
         first,
+        advice=second.advice,  # the later start is the one to mend, and the one that a forecast is for
         lines=tuple(sorted({*first.lines, *second.lines}))[:_MOST_LINES],
         ranks=tuple(dict.fromkeys((*first.ranks, *second.ranks))),
         startups=(*first.startups, *second.startups),
