@@ -105,7 +105,7 @@ class Decision:
         capture: whether there is a capture.
         code: stable word for the reason.
         reason: one sentence.
-        buckets: what to capture, largest first in every policy.
+        buckets: what to capture, smallest first; every policy captures the largest first.
         log_line: a server's own line about it.
         trimmed: buckets that were asked for and are left out.
         floor_gib: GiB that the capture may not touch at any moment; None when the policy does not watch.

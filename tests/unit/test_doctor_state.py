@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pasted_logs import FIXTURES, GATE, NEW, pasted
 
 from toolkit.cli import main
 from toolkit.serverlogs import diagnose
@@ -20,18 +21,6 @@ from toolkit.widgets import doctor_panels
 from toolkit.widgets.doctor_state import DoctorState
 from toolkit.widgets.lab import Lab
 from toolkit.widgets.log_doctor import LogDoctor
-
-LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
-FIXTURES = sorted(LOGS.glob("*.log"))
-GATE, NEW = LOGS / "sglang_gate.log", LOGS / "sglang_new_breakable.log"
-
-
-def pasted(text: str, **controls: str) -> DoctorState:
-    state = DoctorState()
-    state.change(text=text, **controls)
-    state.explain()
-    return state
-
 
 # --- the same findings as the command -----------------------------------------------------------------------
 

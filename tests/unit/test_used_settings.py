@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pasted_logs import FIXTURES, GATE, LOGS, NEW, pasted
 
 from toolkit.errors import InvalidInput
 from toolkit.serverlogs import diagnose
@@ -13,17 +14,6 @@ from toolkit.serverlogs.used_settings import used_settings
 from toolkit.widgets.doctor_state import DoctorState
 from toolkit.widgets.forecast_state import ForecastState
 from toolkit.widgets.state import LabState
-
-LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
-FIXTURES = sorted(LOGS.glob("*.log"))
-GATE, NEW = LOGS / "sglang_gate.log", LOGS / "sglang_new_breakable.log"
-
-
-def pasted(text: str, **controls: str) -> DoctorState:
-    state = DoctorState()
-    state.change(text=text, **controls)
-    state.explain()
-    return state
 
 
 def test_the_gate_of_a_log_is_met_again_in_the_lab(runs_dir: Path) -> None:

@@ -7,16 +7,17 @@ so that policies differ by their ladders and not by the noise of a clock.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder import REPLAY_LIMIT_FACTOR, generate_prefill_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_models import CostModel, Curve
-from toolkit.runs.record import RunRecord, SpeedPoint
+from toolkit.runs.record import OUTCOME_EXIT_CODES, RunRecord, SpeedPoint
 from toolkit.serverlogs.traffic import PromptHistogram, read_lengths
 from toolkit.views.frames import NA, backend_name, display_table, model_name, policy_name
 from toolkit.views.markup import safe
@@ -24,7 +25,7 @@ from toolkit.views.markup import safe
 if TYPE_CHECKING:
     import pandas as pd
 
-SERVES = frozenset({"captured", "skipped"})
+SERVES = frozenset(outcome for outcome, code in OUTCOME_EXIT_CODES.items() if code == 0)
 """Outcomes after which a server runs."""
 MIX_LENGTHS = 200
 _UNKNOWN = CostModel(Curve.line(0.0, 0.0), Curve.line(0.0, 0.0), "ms", "nothing was timed")
@@ -48,7 +49,7 @@ class PolicyComparison:
     timed: tuple[bool, ...]
     source: str
 
-    @property
+    @cached_property
     def frame(self) -> pd.DataFrame:
         """One row per run.
 
@@ -73,9 +74,8 @@ class PolicyComparison:
     @property
     def sentences(self) -> tuple[str, ...]:
         """What each run comes to, one sentence each, and what to know about the figures."""
-        frame = self.frame
-        most = frame["kv_tokens"].max()
-        lines = [_sentence(row, most) for row in frame.to_dict("records")]
+        most = self.frame["kv_tokens"].max()
+        lines = [_sentence(row, most) for row in self.frame.to_dict("records")]
         failed = [policy_name(record) for record in self.records if record.exit_code]
         if failed:
             lines.append(f"exit code 1, because no server would start under {', '.join(failed)}")
@@ -141,16 +141,13 @@ def compare_policies(records: Sequence[RunRecord], traffic: Any = None) -> Polic
     timed = tuple(_alike(record) in costs for record in records)
     sources = dict.fromkeys(cost.source for cost in costs.values())
     return PolicyComparison(
-        tuple(records), mix, tuple(coverages), timed, "; ".join(sources) or f"{NA}, fewer than two buckets were timed"
+        records, mix, tuple(coverages), timed, "; ".join(sources) or f"{NA}, fewer than two buckets were timed"
     )
 
 
 def default_mix(ceiling: int) -> PromptHistogram:
     """Prompts spread evenly over the orders of magnitude from 1 token to `ceiling`: no traffic of anybody's."""
-    lengths = [round(ceiling ** (step / (MIX_LENGTHS - 1))) for step in range(MIX_LENGTHS)]
-    counts: dict[int, int] = defaultdict(int)
-    for length in lengths:
-        counts[length] += 1
+    counts = Counter(round(ceiling ** (step / (MIX_LENGTHS - 1))) for step in range(MIX_LENGTHS))
     words = f"{MIX_LENGTHS} lengths spread evenly on a log scale from 1 to {ceiling} tokens (assumed)"
     return PromptHistogram(dict(counts), "prompts", words, MIX_LENGTHS)
 
