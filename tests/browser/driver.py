@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ SOON_MS = 60_000
 """What takes no capture: generous, for the cores may be shared."""
 CAPTURE_MS = 300_000
 """A small capture, with everything that it loads and checks."""
+_REST_S = 10
+"""How long a page may take until nothing on it moves."""
 
 
 class LabPage:
@@ -102,6 +106,17 @@ class LabPage:
         """Wait until both figures of the panel show exactly these buckets."""
         self.page.wait_for_function(_DRAWN, arg=ladder)
 
+    def lights_up(self, bar: Locator) -> None:
+        """Point at a bucket until it lights up: a figure that is drawn once more takes the place of the one before."""
+        end = time.monotonic() + SOON_MS / 1000
+        while True:
+            bar.hover()
+            try:
+                return expect(bar).to_have_css("fill-opacity", re.compile(r"^(1|0\.\d*[1-9])"), timeout=1000)
+            except AssertionError:
+                if time.monotonic() > end:
+                    raise
+
     # --- the notebook around it -------------------------------------------------------------------------------
 
     def open_notebook(self, server: Server, name: str, *, where: str = "") -> None:
@@ -188,11 +203,18 @@ class LabPage:
 
     def nameless_controls(self) -> list[str]:
         """Controls without a name: no label, no text, no title, and no label beside them in their widget."""
-        return list(self.evaluate(_NAMELESS))
+        return self._settled(lambda: list(self.evaluate(_NAMELESS)))
 
     def cut_off(self) -> list[str]:
         """What is wider than its place. Wide tables and text fields scroll by themselves, and are not meant."""
-        return list(self.evaluate(_CUT_OFF))
+        return self._settled(lambda: list(self.evaluate(_CUT_OFF)))
+
+    def _settled(self, look: Callable[[], list[str]]) -> list[str]:
+        """What is still found when the page has had time to come to rest: it is drawn by and by."""
+        end = time.monotonic() + _REST_S
+        while (found := look()) and time.monotonic() < end:
+            self.page.wait_for_timeout(200)
+        return found
 
     def picture(self, path: Path, width: int) -> None:
         """Save a picture of the Lab alone, this wide, in a palette; the page keeps its size."""
@@ -212,7 +234,7 @@ class LabPage:
 
     def update_ms(self, changes: int) -> list[float]:
         """Milliseconds from a change of the policy, or of the slider, to the new words beside the controls."""
-        return list(self.page.evaluate(_UPDATE_MS, changes))
+        return list(self.page.evaluate(_UPDATE_MS.replace("SOON_MS", str(SOON_MS)), changes))
 
 
 _NAMELESS = """() => [...document.querySelectorAll(
@@ -247,7 +269,8 @@ _UPDATE_MS = """async changes => {
     const press = key => handle.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
     for (let number = 0; number < changes; number++) {
         const start = performance.now();
-        await new Promise(done => {
+        await new Promise((done, failed) => {
+            setTimeout(() => failed(new Error(`change ${number} of ${changes} is not shown`)), SOON_MS);
             const before = rows();
             const seen = new MutationObserver(() => { if (rows() !== before) { seen.disconnect(); done(); } });
             seen.observe(preview, {childList: true, characterData: true, subtree: true});

@@ -72,8 +72,7 @@ def test_pick_capture_see_keep_and_find_again(lab: LabPage, jupyterlab: Server) 
     # One bucket, pointed at and picked.
     bar = figures.first.locator(f"rect.bucket[data-num-tokens='{ladder[1]}']").first
     assert f"bucket {ladder[1]} tokens: captured" in (bar.locator("title").text_content() or "")
-    bar.hover()
-    assert float(bar.evaluate("one => getComputedStyle(one).fillOpacity")) > 0
+    lab.lights_up(bar)
     lab.says("bucket-words", f"bucket {ladder[-1]} tokens: captured 1 of {len(ladder)}")
     lab.part("bucket").locator(".noUi-handle").press("ArrowLeft")
     lab.says("bucket-words", f"bucket {ladder[-2]} tokens: captured 2 of {len(ladder)}")
