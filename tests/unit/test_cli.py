@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from synthetic_records import made_up_record, oom_record, skipped_record
 
 import toolkit
@@ -22,6 +24,7 @@ from toolkit.runs import worker
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore, new_run_id
 from toolkit.settings import CaptureSettings
+from toolkit.views.tables import runs_view
 
 Reply = Callable[..., RunRecord]
 RUN = "20260101-000000-00000a"
@@ -291,6 +294,21 @@ def test_runs_are_listed_and_shown(capsys: pytest.CaptureFixture[str], runs_dir:
     assert all(re.search(rf"^ +{bucket.num_tokens} ", out, re.MULTILINE) for bucket in record.buckets)
     assert main(["runs", "show", RUN, "--json"]) == 0
     assert RunRecord.from_json(capsys.readouterr().out) == record
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_a_list_of_runs_is_whole_at_every_width(columns: int) -> None:
+    record = made_up_record(id=RUN)
+    text = io.StringIO()
+    Console(file=text, width=columns).print(runs_view([record]))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert max(map(len, lines)) <= columns
+    shown = (RUN, "synthetic-135m", "ungated", "(accounted)", record.outcome, f"{record.capture_time_s:.2f} s")
+    for words in shown:
+        assert any(words in line for line in lines), (words, lines)
+    assert any(len(re.findall("|".join(map(re.escape, shown)), line)) == len(shown) for line in lines) == (
+        columns > 140
+    )
 
 
 def test_import_takes_nothing_from_a_newer_schema(

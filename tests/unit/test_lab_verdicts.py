@@ -12,7 +12,7 @@ from toolkit.policies import POLICIES
 from toolkit.settings import Backend, CaptureSettings
 from toolkit.widgets.choice import Choice, preview
 from toolkit.widgets.panels import kv_words, verdicts_html
-from toolkit.widgets.verdicts import Foresight, Moment, Verdict, verdicts
+from toolkit.widgets.verdicts import Foreseen, Foresight, Moment, verdicts
 
 LADDER = (8, 128, 512)
 
@@ -28,7 +28,7 @@ def forecast(ladder: tuple[int, ...]) -> Forecast:
 FORESIGHT = Foresight(forecast, LADDER, BeforeCapture(1024, 1.0, lambda gib: int(gib * 1024)))
 
 
-def seen(free_gib: float, foresight: Foresight | None = FORESIGHT, **settings: object) -> dict[str, Verdict]:
+def seen(free_gib: float, foresight: Foresight | None = FORESIGHT, **settings: object) -> dict[str, Foreseen]:
     return verdicts(Moment(CaptureSettings.create(**settings), LADDER, free_gib, True, True), foresight)
 
 

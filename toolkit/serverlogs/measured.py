@@ -35,7 +35,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PolicyOutcome:
     """What a policy would do with the measured free memory."""
 
     policy: str
@@ -70,7 +70,7 @@ class Measured:
     gpu: str
     sglang_version: str
     rows: tuple[Compared, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PolicyOutcome, ...]
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
     whole: bool = True
@@ -133,7 +133,7 @@ def beside_forecast(
     try:
         plan = make_plan(PlanSettings.create(**choices))
         other = mismatch(startup, ledger, plan)
-        verdicts: tuple[Verdict, ...] = ()
+        verdicts: tuple[PolicyOutcome, ...] = ()
         room, free = None, _free_before(ledger, capture)
         if free and other is None:
             choices.pop("mem_fraction", None)
@@ -265,7 +265,8 @@ def _rows(plan: Plan, ledger: RankLedger, capture: CaptureReport | None) -> list
     return rows
 
 
-def _verdicts(plan: Plan) -> tuple[Verdict, ...]:
+def _verdicts(plan: Plan) -> tuple[PolicyOutcome, ...]:
     return tuple(
-        Verdict(name, one.outcome, one.runner, one.reason, one.free_after_gib) for name, one in plan.policies.items()
+        PolicyOutcome(name, one.outcome, one.runner, one.reason, one.free_after_gib)
+        for name, one in plan.policies.items()
     )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -137,24 +138,41 @@ def comparison_view(comparison: PolicyComparison) -> list[RenderableType]:
     return parts
 
 
-def runs_view(records: Sequence[RunRecord]) -> Table:
-    """A list of records, one line each."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("id", no_wrap=True, min_width=22)
-    for name in ("model", "policy", "backend", "device", "outcome"):
-        table.add_column(name, overflow="fold")
-    for name in ("buckets", "free before", "used", "time"):
-        table.add_column(name, justify="right", overflow="fold")
-    for record in records:
-        names = (record.id, model_name(record), policy_name(record), backend_name(record))
-        figures = (
-            memory_words(record.free_before_gib),
-            memory_words(record.mem_usage_gib),
-            seconds_words(record.capture_time_s),
-        )
-        cells = (*names, record.device_label, record.outcome, str(len(record.buckets)), *figures)
-        table.add_row(*(plain(cell) for cell in cells))
-    return table
+def runs_view(records: Sequence[RunRecord]) -> RenderableType:
+    """A list of records: a line each, and on a narrow terminal a few, with the names below the id."""
+    return _RunList(records)
+
+
+class _RunList:
+    """A table that is laid out by the width it is given."""
+
+    def __init__(self, records: Sequence[RunRecord]) -> None:
+        self._records = records
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._table(stacked=False)
+        fits = Measurement.get(console, options.update(width=PIPE_WIDTH), wide).maximum <= options.max_width
+        yield wide if fits else self._table(stacked=True)
+
+    def _table(self, *, stacked: bool) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("run",) if stacked else ("id", "model", "policy", "backend", "device"):
+            table.add_column(name, overflow="fold")
+        table.add_column("outcome", overflow="fold")
+        for name in ("buckets", "free before", "used", "time"):
+            table.add_column(name, justify="right", overflow="fold")
+        for record in self._records:
+            model, policy, backend = model_name(record), policy_name(record), backend_name(record)
+            names = (record.id, model, policy, backend, record.device_label)
+            below = (record.id, f"{model}, {policy}", backend, record.device_label)
+            figures = (
+                memory_words(record.free_before_gib),
+                memory_words(record.mem_usage_gib),
+                seconds_words(record.capture_time_s),
+            )
+            first = [Text("\n").join(map(plain, below))] if stacked else map(plain, names)
+            table.add_row(*first, *map(plain, (record.outcome, str(len(record.buckets)), *figures)))
+        return table
 
 
 def bucket_view(record: RunRecord, *, all_buckets: bool = False) -> Table:

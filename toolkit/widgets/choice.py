@@ -17,7 +17,7 @@ from toolkit.policies import DEFAULT_RESERVE_GIB, DEFAULT_RESERVE_SHARE, get_pol
 from toolkit.runs.worker import check_names
 from toolkit.settings import Backend, CaptureSettings
 from toolkit.weights import resolve_weights
-from toolkit.widgets.verdicts import Foresight, Moment, Verdict, verdicts
+from toolkit.widgets.verdicts import Foreseen, Foresight, Moment, verdicts
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GEOMETRY_LATER = "known once the model's config is loaded"
@@ -155,12 +155,12 @@ class Preview:
     ladder: str = ""
     free: str = ""
     reserve: str = ""
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Foreseen] = field(default_factory=dict)
     mem_fraction: float | None = None
     foreseen: bool = False
 
     @property
-    def chosen(self) -> Verdict | None:
+    def chosen(self) -> Foreseen | None:
         """The verdict of the policy that is chosen."""
         return None if self.settings is None else self.verdicts.get(self.settings.policy)
 

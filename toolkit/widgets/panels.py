@@ -11,7 +11,7 @@ from toolkit.views import frames, markup
 from toolkit.views.report import verdict
 from toolkit.views.snippets import as_command, as_python
 from toolkit.widgets.choice import Preview
-from toolkit.widgets.verdicts import Verdict
+from toolkit.widgets.verdicts import Foreseen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,7 +110,7 @@ def verdicts_html(shown: Preview | None) -> str:
     )
 
 
-def _verdict_row(verdict: Verdict, chosen: bool) -> str:
+def _verdict_row(verdict: Foreseen, chosen: bool) -> str:
     classes = f"does-{verdict.kind}{' chosen' if chosen else ''}"
     name = markup.safe(verdict.policy) + (" (chosen)" if chosen else "")
     return (
@@ -120,7 +120,7 @@ def _verdict_row(verdict: Verdict, chosen: bool) -> str:
     )
 
 
-def kv_words(verdict: Verdict) -> str:
+def kv_words(verdict: Foreseen) -> str:
     """Tokens of the KV pool, and how many more or fewer than with a pool that is sized first."""
     if verdict.kv_tokens is None or verdict.kind == "oom":
         return "n/a"

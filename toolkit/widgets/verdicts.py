@@ -28,7 +28,7 @@ _NO_START = {"out_of_memory_before_capture": "does not start", "no_memory_for_kv
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Foreseen:
     """What one policy would do.
 
     Attributes:
@@ -100,20 +100,20 @@ class Moment:
         return reserve_gib(self.free_gib or 0.0, self.settings.reserve_gib)
 
 
-def verdicts(now: Moment, foresight: Foresight | None) -> dict[str, Verdict]:
+def verdicts(now: Moment, foresight: Foresight | None) -> dict[str, Foreseen]:
     """One verdict a policy, by its name; `foresight` is None until it is made."""
     return {name: _verdict(policy, now, foresight) for name, policy in POLICIES.items()}
 
 
-def _verdict(policy: Policy, now: Moment, foresight: Foresight | None) -> Verdict:
+def _verdict(policy: Policy, now: Moment, foresight: Foresight | None) -> Foreseen:
     if now.settings.backend is Backend.DISABLED:
         reason = "the prefill graph is disabled by hand"
-        return Verdict(policy.name, "skipped", "skips", f"skips: {reason}", reason)
+        return Foreseen(policy.name, "skipped", "skips", f"skips: {reason}", reason)
     if now.free_gib is None or not now.buckets:
         return _unknown(policy, "there is no free memory before the capture, or it is not known")
     if foresight is not None and foresight.no_start:
         reason = foresight.no_start
-        return Verdict(policy.name, "oom", "does not start", f"does not start (forecast): {reason}", reason)
+        return Foreseen(policy.name, "oom", "does not start", f"does not start (forecast): {reason}", reason)
     if foresight is not None and foresight.blocked:
         return _said(policy, "skipped", "skips", foresight.blocked)
     if foresight is not None and foresight.ask is not None:
@@ -121,11 +121,11 @@ def _verdict(policy: Policy, now: Moment, foresight: Foresight | None) -> Verdic
     return _unforeseen(policy, now, now.free_gib, foresight)
 
 
-def _unforeseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight | None) -> Verdict:
+def _unforeseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight | None) -> Foreseen:
     """What can be told without a forecast: all of it for a policy that looks at none, but for what it needs."""
     if policy.foresees and (foresight is None or not foresight.unforeseen):
         problem = PENDING if foresight is None else f"n/a: {foresight.problem}"
-        return Verdict(policy.name, "unknown", "n/a", problem, problem.removeprefix("n/a: "))
+        return Foreseen(policy.name, "unknown", "n/a", problem, problem.removeprefix("n/a: "))
     settings = now.settings
     facts = PolicyFacts(
         free_gib, settings.locked_keys, now.buckets, now.reserve, settings.post_capture_need_gib
@@ -138,7 +138,7 @@ def _unforeseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresig
     return _said(policy, "captured", count, reason) if decision.capture else _said(policy, "skipped", "skips", reason)
 
 
-def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight) -> Verdict:
+def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight) -> Foreseen:
     before = foresight.before
     assert foresight.ask is not None and before is not None
     settings = now.settings
@@ -190,12 +190,12 @@ def _edge(now: Moment, free_gib: float) -> str:
     return f"on the edge of the gate: about {free_gib:.2f} GiB against {GATE_GIB:.2f} GiB; the capture will tell"
 
 
-def _said(policy: Policy, kind: Kind, short: str, reason: str, *figures: object) -> Verdict:
-    return Verdict(policy.name, kind, short, f"{_PHRASES[kind]}: {reason}", reason, *figures)  # type: ignore[arg-type]
+def _said(policy: Policy, kind: Kind, short: str, reason: str, *figures: object) -> Foreseen:
+    return Foreseen(policy.name, kind, short, f"{_PHRASES[kind]}: {reason}", reason, *figures)  # type: ignore[arg-type]
 
 
-def _unknown(policy: Policy, reason: str, short: str = "n/a", words: str = "") -> Verdict:
-    return Verdict(policy.name, "unknown", short, words or f"n/a: {reason}", reason)
+def _unknown(policy: Policy, reason: str, short: str = "n/a", words: str = "") -> Foreseen:
+    return Foreseen(policy.name, "unknown", short, words or f"n/a: {reason}", reason)
 
 
 def _buckets(count: int) -> str:
