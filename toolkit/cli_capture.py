@@ -18,7 +18,7 @@ from toolkit.runs.store import RunStore
 from toolkit.settings import CaptureSettings
 
 if TYPE_CHECKING:
-    from toolkit.views.comparison import PolicyComparison
+    from toolkit.serverlogs.traffic import PromptHistogram
 
 RunsDir = Annotated[
     str | None,
@@ -106,7 +106,6 @@ def compare(choices: dict[str, str], traffic: Traffic = None, runs_dir: RunsDir 
     """Capture once per policy, side by side."""
     from toolkit.runs.worker import per_policy
     from toolkit.serverlogs.traffic import read_lengths
-    from toolkit.views.comparison import compare_policies
 
     named = choices.pop("policy", "all")
     names = None if named == "all" else [name.strip() for name in named.split(",")]
@@ -114,17 +113,13 @@ def compare(choices: dict[str, str], traffic: Traffic = None, runs_dir: RunsDir 
     each, store = per_policy(settings_from(choices), names), store_at(runs_dir)
 
     def show(records: list[RunRecord]) -> None:
-        comparison = compare_policies(records, mix)
-        if as_json:
-            runs = [json.loads(record.to_json()) for record in records]
-            say_json({"runs": runs, "comparison": comparison.to_dict()})
-        else:
-            say_comparison(comparison)
+        say_compared(records, mix, as_json=as_json)
 
     records = perform(each, store, show)
     if not as_json:
         say(f"saved {len(records)} records in {store.folder}")
-        say(f"next: prefill-lab runs list{_same_folder(runs_dir)}")
+        ids = " ".join(record.id for record in records)
+        say(f"next: prefill-lab runs report {ids}{_same_folder(runs_dir)}")
     return max(record.exit_code for record in records)
 
 
@@ -169,18 +164,17 @@ def perform(
     return records
 
 
-def say_records_compared(records: Sequence[RunRecord]) -> None:
-    """Runs side by side on standard output, over an even mix of prompts."""
+def say_compared(records: Sequence[RunRecord], mix: PromptHistogram | None = None, *, as_json: bool = False) -> None:
+    """Runs side by side over a mix of prompts: a table, or the records and the table's rows as JSON."""
     from toolkit.views.comparison import compare_policies
-
-    say_comparison(compare_policies(records))
-
-
-def say_comparison(comparison: PolicyComparison) -> None:
-    """Runs side by side on standard output."""
     from toolkit.views.tables import comparison_view
 
-    say_tables(comparison_view(comparison))
+    comparison = compare_policies(records, mix)
+    if as_json:
+        runs = [json.loads(record.to_json()) for record in comparison.records]
+        say_json({"runs": runs, "comparison": comparison.to_dict()})
+    else:
+        say_tables(comparison_view(comparison))
 
 
 def _same_folder(runs_dir: str | None) -> str:

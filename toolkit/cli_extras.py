@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli_capture import RunsDir, perform, say_records_compared, store_at
+from toolkit.cli_capture import RunsDir, perform, say_compared, store_at
 from toolkit.cli_output import end_quietly, say
 from toolkit.errors import InvalidInput
 from toolkit.runs.store import RUNS_VARIABLE
@@ -35,7 +35,7 @@ def demo(runs_dir: RunsDir = None) -> int:
     if ceiling is not None:
         say(f"no NVIDIA GPU here: the CPU device, with buckets up to {ceiling} tokens to keep it short")
     say(f"SmolLM2-135M, {DEMO_FREE_GIB} GiB free before the capture, with and without the 4 GiB gate of SGLang 0.5.16")
-    records = perform(per_policy(settings, ["gated", "ungated"]), store, say_records_compared)
+    records = perform(per_policy(settings, ["gated", "ungated"]), store, say_compared)
     page = write_report(records, store.folder / "report.html", title="Prefill Lab demo: the 4 GiB gate")
     say(f"report: {page}")
     say("next: open the report, then try your own: prefill-lab compare --free-memory 2 --max-tokens 1024")

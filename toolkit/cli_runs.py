@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli_capture import AsJson, RunsDir, store_at
+from toolkit.cli_capture import AsJson, RunsDir, say_compared, store_at
 from toolkit.cli_output import complain, say, say_help, say_json, say_records, say_tables
 
-RunId = Annotated[str, typer.Argument(metavar="ID", help="Id of a run, or the beginning of one.")]
+RunIds = Annotated[
+    list[str],
+    typer.Argument(metavar="ID...", help="Ids of runs, or how one begins; `latest` is the newest."),
+]
 
 app = typer.Typer(help="List, show, report and import recorded runs.")
 
@@ -40,34 +43,38 @@ def list_runs(runs_dir: RunsDir = None, as_json: AsJson = False) -> int:
 
 
 @app.command()
-def show(run_id: RunId, runs_dir: RunsDir = None, as_json: AsJson = False) -> int:
-    """Show one run, with every bucket."""
+def show(run_ids: RunIds, runs_dir: RunsDir = None, as_json: AsJson = False) -> int:
+    """Show one run with every bucket, or several side by side."""
     from toolkit.views.tables import record_view
 
-    record = store_at(runs_dir, writing=False).load(run_id)
-    if as_json:
-        say_json(json.loads(record.to_json()))
+    store = store_at(runs_dir, writing=False)
+    records = [store.load(run_id) for run_id in run_ids]
+    if len(records) > 1:
+        say_compared(records, as_json=as_json)
+    elif as_json:
+        say_json(json.loads(records[0].to_json()))
     else:
-        say_tables(record_view(record, all_buckets=True))
+        say_tables(record_view(records[0], all_buckets=True))
     return 0
 
 
 @app.command()
 def report(
-    run_id: RunId,
+    run_ids: RunIds,
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE.html", help="Where to write it. [beside the record]"),
+        typer.Option(metavar="FILE.html", help="Where to write it. [beside the first record]"),
     ] = None,
     runs_dir: RunsDir = None,
 ) -> int:
-    """Write one run as a page that opens in any browser."""
+    """Write one run, or several, as a page that opens in any browser."""
     from toolkit.views.report import write_report
 
     store = store_at(runs_dir, writing=False)
-    record = store.load(run_id)
-    path = Path(out) if out else store.folder / f"{record.id}.html"
-    say(f"wrote {write_report([record], path, title=f'Prefill capture {record.id}')}")
+    records = [store.load(run_id) for run_id in run_ids]
+    path = Path(out) if out else store.folder / f"{records[0].id}.html"
+    more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+    say(f"wrote {write_report(records, path, title=f'Prefill capture {records[0].id}{more}')}")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from refusals import refused
 from synthetic_records import made_up_record, oom_record, skipped_record
 
 import toolkit
@@ -24,7 +23,6 @@ from toolkit.runs import worker
 from toolkit.runs.record import RunRecord
 from toolkit.runs.store import RunStore, new_run_id
 from toolkit.settings import CaptureSettings
-from toolkit.views.tables import runs_view
 
 Reply = Callable[..., RunRecord]
 RUN = "20260101-000000-00000a"
@@ -51,15 +49,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reply], list[CaptureS
         return asked
 
     return install
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that bad input ends with."""
-    code = main(arguments)
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.endswith("\n") and err.count("\n") == 1, err
-    return err
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -270,63 +259,6 @@ def test_a_record_that_cannot_be_saved_is_shown_all_the_same(
     assert RunRecord.from_json(out).outcome == "captured"
     assert "No space left" in err.splitlines()[-1]
     assert not runs_dir.exists()
-
-
-# --- runs ---------------------------------------------------------------------------------------------------
-
-
-def test_runs_are_listed_and_shown(capsys: pytest.CaptureFixture[str], runs_dir: Path) -> None:
-    assert main(["runs", "list"]) == 0
-    assert "no runs in" in capsys.readouterr().out
-    assert not runs_dir.exists()
-    record = made_up_record(id=RUN, ladder=[8 * n for n in range(1, 40)], notes=["[bold]\x1b[31m note"])
-    RunStore(runs_dir).save(record)
-    (runs_dir / "20260101-000000-00000b.json").write_text("{")
-    assert main(["runs", "list"]) == 0
-    out, err = capsys.readouterr()
-    assert re.search(rf"{RUN} +synthetic-135m +ungated", out)
-    assert "20260101-000000-00000b" in err
-    assert main(["runs", "list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 1
-    assert main(["runs", "show", RUN]) == 0
-    out = capsys.readouterr().out
-    assert "[bold]?[31m note" in out  # Text of a record is neither markup nor a command to the terminal.
-    assert all(re.search(rf"^ +{bucket.num_tokens} ", out, re.MULTILINE) for bucket in record.buckets)
-    assert main(["runs", "show", RUN, "--json"]) == 0
-    assert RunRecord.from_json(capsys.readouterr().out) == record
-
-
-@pytest.mark.parametrize("columns", [80, 100, 160])
-def test_a_list_of_runs_is_whole_at_every_width(columns: int) -> None:
-    record = made_up_record(id=RUN)
-    text = io.StringIO()
-    Console(file=text, width=columns).print(runs_view([record]))
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    assert max(map(len, lines)) <= columns
-    shown = (RUN, "synthetic-135m", "ungated", "(accounted)", record.outcome, f"{record.capture_time_s:.2f} s")
-    for words in shown:
-        assert any(words in line for line in lines), (words, lines)
-    assert any(len(re.findall("|".join(map(re.escape, shown)), line)) == len(shown) for line in lines) == (
-        columns > 140
-    )
-
-
-def test_import_takes_nothing_from_a_newer_schema(
-    capsys: pytest.CaptureFixture[str], runs_dir: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "newer.json"
-    newer = {"schema_version": 99}
-    file.write_text(json.dumps({"runs": [json.loads(made_up_record(id=RUN).to_json()), newer]}))
-    assert "schema_version 99" in refused(capsys, "runs", "import", str(file))
-    assert not runs_dir.exists()
-
-
-def test_report_writes_a_page(capsys: pytest.CaptureFixture[str], runs_dir: Path, tmp_path: Path) -> None:
-    RunStore(runs_dir).save(made_up_record(id=RUN))
-    page = tmp_path / "page.html"
-    assert main(["runs", "report", RUN, "--out", str(page)]) == 0
-    assert RUN in page.read_text()
-    assert str(page) in capsys.readouterr().out
 
 
 # --- the rest -----------------------------------------------------------------------------------------------

@@ -108,6 +108,19 @@ def test_it_reads_as_json_html_and_text() -> None:
     assert "n/a" in comparison._repr_html_() and "ungated: captured" in repr(comparison)
 
 
+def test_names_tell_runs_apart() -> None:
+    one = timed("ungated", (4, 8))
+    other, third = (
+        one.model_copy(update={"id": name}) for name in ("20260101-000000-00000b", "20260101-000000-00000c")
+    )
+    gated = with_policy(one, "gated")
+    assert compare_policies([one, gated]).names == ("ungated", "gated")
+    full = one.model_copy(update={"settings": {**one.settings, "backend": "full"}})
+    assert compare_policies([one, full]).names == ("ungated, breakable (auto)", "ungated, full")
+    assert [name.split(", ")[-1] for name in compare_policies([other, third]).names] == [other.id, third.id]
+    assert compare_policies([one, one]).names == ("ungated", "ungated")
+
+
 def test_the_figure_says_what_it_shows() -> None:
     figure = plot_policies(compare_policies([timed("ungated", (4, 8)), oom_record()]))
     labels = [axes.get_ylabel() for axes in figure.axes]

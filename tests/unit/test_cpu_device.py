@@ -109,7 +109,7 @@ def test_the_last_byte_can_be_used_and_not_one_more() -> None:
     device = CpuDevice(3 * LARGE)
     kept = [large(device), large(device, 2)]
     assert device.free_bytes() == 0
-    with pytest.raises(torch.OutOfMemoryError, match=r"declared capacity of 0\.04 GiB of which 0\.00 GiB is free"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"declared capacity of 0\.04 GiB of which 0\.00 MiB is free"):
         device.empty((1,), torch.uint8)
     kept.pop()
     assert large(device, 2) is not None  # the cached segment serves it

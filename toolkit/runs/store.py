@@ -24,7 +24,7 @@ RUNS_VARIABLE = "PREFILL_LAB_RUNS"
 MAX_IMPORT_BYTES = 256 * 2**20
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 _ID_PREFIX = re.compile(r"[0-9a-f-]{1,22}")
-_ID_EXAMPLE = "an id looks like 20261129-130501-a1b2c3"
+_ID_EXAMPLE = "latest, or an id like 20261129-130501-a1b2c3"
 # Inside RunStore, `list` is the method.
 Records = list[RunRecord]
 Paths = list[Path]
@@ -104,12 +104,19 @@ class RunStore:
         return path
 
     def load(self, run_id: str) -> RunRecord:
-        """The record of this id, or of the only id that begins so. Raises RecordError when there is none."""
+        """The record of this id, of the only id that begins so, or the `latest`.
+
+        Raises RecordError when there is none, or more than one.
+        """
+        if run_id == "latest" and (ids := self._ids()):
+            return self._read(max(ids))
         if not _ID_PREFIX.fullmatch(run_id):
             raise RecordError(f"{run_id!r} is not a run id", _ID_EXAMPLE, "prefill-lab runs list shows them")
         found = [name for name in self._ids() if name.startswith(run_id)]
         if len(found) > 1:
-            raise RecordError(f"run id {run_id!r} is ambiguous", f"{len(found)} runs begin so: {', '.join(found[:5])}")
+            more = ", ..." if len(found) > 5 else ""
+            which = f"{len(found)} runs begin so: {', '.join(sorted(found)[:5])}{more}"
+            raise RecordError(f"run id {run_id!r} is ambiguous", which)
         if not found:
             raise RecordError(f"there is no run {run_id!r} in {str(self.folder)!r}", "prefill-lab runs list shows all")
         return self._read(found[0])

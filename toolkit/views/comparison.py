@@ -65,6 +65,13 @@ class PolicyComparison:
         ]
         return pd.DataFrame(rows, columns=list(_TYPES)).astype(_TYPES)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What tells the runs apart: the policy, with the backend and the id where that is not enough."""
+        parts = [(policy_name(record), backend_name(record), record.id) for record in self.records]
+        candidates = [tuple(", ".join(each[:count]) for each in parts) for count in (1, 2, 3)]
+        return next((names for names in candidates if len(set(names)) == len(names)), candidates[0])
+
     @property
     def provenance(self) -> str:
         """What the figures were measured on, and what the mix is."""
@@ -75,8 +82,9 @@ class PolicyComparison:
     def sentences(self) -> tuple[str, ...]:
         """What each run comes to, one sentence each, and what to know about the figures."""
         most = self.frame["kv_tokens"].max()
-        lines = [_sentence(row, most) for row in self.frame.to_dict("records")]
-        failed = [policy_name(record) for record in self.records if record.exit_code]
+        rows = self.frame.to_dict("records")
+        lines = [_sentence(name, row, most) for name, row in zip(self.names, rows, strict=True)]
+        failed = [name for name, record in zip(self.names, self.records, strict=True) if record.exit_code]
         if failed:
             lines.append(f"exit code 1, because no server would start under {', '.join(failed)}")
         if any(record.device.get("kind") == "cpu" for record in self.records):
@@ -96,7 +104,7 @@ class PolicyComparison:
         return f"{display_table(self.frame).to_html()}<p>{safe(self.provenance)}</p>"
 
     def __repr__(self) -> str:
-        ends = ", ".join(f"{policy_name(one)}: {one.outcome}" for one in self.records)
+        ends = ", ".join(f"{name}: {one.outcome}" for name, one in zip(self.names, self.records, strict=True))
         return f"<PolicyComparison {ends}; {self.provenance}>"
 
 
@@ -194,13 +202,13 @@ def _alike(record: RunRecord) -> tuple[str, ...]:
     return model_name(record), backend_name(record), str(record.settings.get("dtype")), record.device_label
 
 
-def _sentence(row: Mapping[Hashable, Any], most_kv: Any) -> str:
+def _sentence(name: str, row: Mapping[Hashable, Any], most_kv: Any) -> str:
     if row["outcome"] not in SERVES:
-        return f"{row['policy']}: no server starts ({row['outcome']})"
+        return f"{name}: no server starts ({row['outcome']})"
     eager = f"{row['eager_percent']:.0f} % of the prefills of the mix run eager"
     fewer = 0 if row["kv_tokens"] is None else most_kv - row["kv_tokens"]
     kv = f", {fewer:,} KV tokens fewer than the most" if fewer else ""
-    return f"{row['policy']}: {row['buckets']} buckets have a graph{kv}; {eager}"
+    return f"{name}: {row['buckets']} buckets have a graph{kv}; {eager}"
 
 
 def _row(record: RunRecord, coverage: Coverage | None, timed: bool, asked: int) -> dict[str, Any]:

@@ -48,9 +48,10 @@ def plot_policies(comparison: PolicyComparison) -> Figure:
         figure, panels = sheet.new_sheet(title, subtitle, 9.0, rows=(1, 1, 1, 1))
         for axes, panel in zip(panels, _PANELS, strict=True):
             _draw(axes, panel, list(frame[panel.column].astype("float64")), list(frame["eager_percent"]))
-        names = [f"{row.policy}\n{row.outcome}" for row in frame.itertuples()]
+        shown = zip(comparison.names, frame["outcome"], strict=False)
+        names = [name.replace(", ", "\n") + f"\n{outcome}" for name, outcome in shown]
         panels[-1].set_xticks(range(len(frame)), names)
-    rows = "; ".join(_in_words(row) for row in frame.to_dict("records"))
+    rows = "; ".join(map(_in_words, comparison.names, frame.to_dict("records")))
     sheet.describe(figure, f"{title}, {subtitle}. {rows}.")
     return figure
 
@@ -70,8 +71,8 @@ def _draw(axes: Axes, panel: _Panel, values: Sequence[float], eager: Sequence[fl
     axes.locator_params(axis="y", nbins=4)
 
 
-def _in_words(row: Mapping[Hashable, Any]) -> str:
+def _in_words(name: str, row: Mapping[Hashable, Any]) -> str:
     figures = ", ".join(
         f"{panel.title.replace(chr(10), ' ')} {display_value(panel.column, row[panel.column])}" for panel in _PANELS
     )
-    return f"{row['policy']}: {row['outcome']}, {figures}"
+    return f"{name}: {row['outcome']}, {figures}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from toolkit.errors import one_line
 from toolkit.runs.record import RunRecord, SpeedPoint
-from toolkit.views.comparison import PolicyComparison
+from toolkit.views.comparison import SERVES, PolicyComparison
 from toolkit.views.frames import (
     NA,
     backend_name,
@@ -74,10 +74,7 @@ FIGURES: tuple[Figure, ...] = (
     ("memory used", lambda record: memory_words(record.mem_usage_gib)),
     ("peak while capturing", lambda record: memory_words(record.peak_usage_gib)),
     ("capture time", lambda record: seconds_words(record.capture_time_s)),
-    (
-        "KV cache tokens",
-        lambda record: count(record.kv_cache_tokens),
-    ),
+    ("KV cache tokens", lambda record: count(record.kv_cache_tokens if record.outcome in SERVES else None)),
     ("replay check", replay_check),
     ("replay speed", speed),
 )
@@ -120,22 +117,48 @@ def record_view(record: RunRecord, *, all_buckets: bool = False) -> list[Rendera
 def comparison_view(comparison: PolicyComparison) -> list[RenderableType]:
     """Records side by side, one column each, headed by the policy; then each run's reason."""
     records = comparison.records
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for record in records:
-        table.add_column(plain(policy_name(record)), overflow="fold")
-    for name, figure in FIGURES:
-        table.add_row(name, *(plain(figure(record)) for record in records))
+    figures = {name: [figure(record) for record in records] for name, figure in FIGURES}
     for column, name in _MIX_FIGURES.items():
-        table.add_row(name, *(plain(display_value(column, value)) for value in comparison.frame[column]))
+        figures[name] = [display_value(column, value) for value in comparison.frame[column]]
+    if all(needed_later_words(record) is None for record in records):
+        figures[_MIX_FIGURES["starved_gib"]] = ["none declared"] * len(records)
+    table = _Beside(comparison.names, figures)
     labels = list(dict.fromkeys(f"measured on {provenance_line(record)}" for record in records))
     mix = f"mix of prompts: {comparison.mix.source}; times: {comparison.source}"
+    speed = "replay speed: a replay against eager on one full bucket, without padding; mean prefill has padding in it"
     eager = "eager prefills: of more tokens than the largest bucket, or in a bucket of over twice their tokens"
-    parts: list[RenderableType] = [table, *(plain(line) for line in (*labels, mix, eager, *comparison.sentences))]
-    for record in records:
-        parts.append(plain(f"{policy_name(record)} ({record.id}): {record.reason}"))
+    lines = (*labels, mix, speed, eager, *comparison.sentences)
+    parts: list[RenderableType] = [table, *map(plain, lines)]
+    for name, record in zip(comparison.names, records, strict=True):
+        parts.append(plain(f"{name} ({record.id}): {record.reason}"))
         parts.extend(plain(f"  {line}") for line in record.advice)
     return parts
+
+
+class _Beside:
+    """Columns side by side under one column of names; in blocks where the terminal is too narrow for whole words."""
+
+    def __init__(self, headings: Sequence[str], figures: Mapping[str, Sequence[str]]) -> None:
+        self._headings = headings
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = len(self._headings)
+        for per_block in range(count, 0, -1):
+            blocks = [self._block(first, first + per_block) for first in range(0, count, per_block)]
+            room = options.update(width=PIPE_WIDTH * count)
+            if all(Measurement.get(console, room, one).minimum <= options.max_width for one in blocks):
+                break
+        yield from blocks
+
+    def _block(self, first: int, end: int) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("", no_wrap=True, min_width=max(map(len, self._figures)))
+        for heading in self._headings[first:end]:
+            table.add_column(plain(heading), overflow="fold")
+        for name, cells in self._figures.items():
+            table.add_row(name, *map(plain, cells[first:end]))
+        return table
 
 
 def runs_view(records: Sequence[RunRecord]) -> RenderableType:
@@ -177,7 +200,7 @@ class _RunList:
 
 def bucket_view(record: RunRecord, *, all_buckets: bool = False) -> Table:
     """The buckets in the order of capture; of a long ladder only both ends unless `all_buckets`."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     columns = {
         "num_tokens": "bucket (tokens)",
         "warmup_s": "warm-up (s)",
@@ -189,7 +212,7 @@ def bucket_view(record: RunRecord, *, all_buckets: bool = False) -> Table:
         "graph_nodes": "graph nodes",
     }
     for heading in columns.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     rows = [[display_value(key, getattr(bucket, key)) for key in columns] for bucket in record.buckets]
     if not all_buckets and len(rows) > _SHOWN_BUCKETS:
         head = _SHOWN_BUCKETS // 2

@@ -207,8 +207,8 @@ class CpuDevice:
         free = self.free_bytes()
         if nbytes > free:
             raise torch.OutOfMemoryError(
-                f"{LABEL} out of memory. Tried to map {nbytes / (1 << 20):.2f} MiB; the device has a declared capacity "
-                f"of {self.total_bytes / GIB:.2f} GiB of which {free / GIB:.2f} GiB is free."
+                f"{LABEL} out of memory. Tried to map {_size(nbytes)}; the device has a declared capacity "
+                f"of {self.total_bytes / GIB:.2f} GiB of which {_size(free)} is free."
             )
         self.allocator.external_bytes += nbytes
 
@@ -238,9 +238,9 @@ class CpuDevice:
             return self.allocator.malloc(nbytes, pool)
         except AllocatorOutOfMemory as error:
             raise torch.OutOfMemoryError(
-                f"{LABEL} out of memory. Tried to allocate {error.requested_bytes / (1 << 20):.2f} MiB for a tensor of "
-                f"{nbytes / (1 << 20):.2f} MiB; the device has a declared "
-                f"capacity of {self.total_bytes / GIB:.2f} GiB of which {error.free_bytes / GIB:.2f} GiB is free."
+                f"{LABEL} out of memory. Tried to allocate {_size(error.requested_bytes)} for a tensor of "
+                f"{_size(nbytes)}; the device has a declared "
+                f"capacity of {self.total_bytes / GIB:.2f} GiB of which {_size(error.free_bytes)} is free."
             ) from None
 
     def _charge_storage(self, storage: torch.UntypedStorage, pool: str) -> None:
@@ -385,6 +385,10 @@ def _mapped(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
     except (OSError, OverflowError) as error:
         raise torch.OutOfMemoryError(f"this machine cannot map {nbytes} bytes ({error})") from None
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 def _pool_name(pool: Any) -> str:
