@@ -75,7 +75,7 @@ class PolicyFacts:
         buckets: the ladder that is asked for, tokens.
         reserve_gib: GiB that have to stay free.
         post_capture_gib: GiB that something needs after the capture (a workspace that grows with the prompt).
-        kv_room_gib: GiB that the KV pool takes when it is sized first; None where nobody knows.
+        kv_room_gib: GiB that the KV pool does not take yet and would if it were sized first; None where nobody knows.
         needs: forecasts of this ladder and of shorter ones; empty when there is no forecast.
     """
 

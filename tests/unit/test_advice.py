@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toolkit.errors import InvalidInput
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.policies import BucketNeed, LadderNeed, PolicyFacts
-from toolkit.runs.advice import Shortfall, advise, shortfall
+from toolkit.runs.advice import Known, Shortfall, advise, shortfall
 from toolkit.settings import CaptureSettings
 
 
@@ -57,10 +57,17 @@ def test_with_free_memory_given_more_of_it_is_advised() -> None:
     assert options(lines) == {"max-tokens": "32", "free-memory": "1", "policy": "budgeted", "backend": "disabled"}
 
 
-def test_out_of_memory_before_the_capture_says_nothing_of_buckets() -> None:
-    (line,) = advice("oom", "out_of_memory_before_capture", oom_bucket=None, mem_fraction_static=0.9)
-    assert "bucket" not in line and "--max-tokens" not in line
-    assert "--device-memory" in line and "--mem-fraction" in line
+def test_out_of_memory_before_the_capture_says_which_part_was_too_large() -> None:
+    code = "out_of_memory_before_capture"
+    (line,) = advice("oom", code, oom_bucket=None, mem_fraction_static=0.9, ledger={"total_gib": 8.0})
+    assert line.startswith("the weights do not fit") and "--mem-fraction" not in line
+    fields = {"outcome": "oom", "reason_code": code, "mem_fraction_static": 0.997}
+    fields["ledger"] = {"total_gib": 8.0, "weights_gib": 0.25}
+    (line,) = advise(fields, CaptureSettings.create(), Known(auto_fraction=0.525))
+    assert "weights take 0.25 of 8.00 GiB" in line and "computes 0.525 here" in line and "0.997" in line
+    assert "--max-tokens" not in line and "--device-memory" in line
+    (line,) = advise(fields, CaptureSettings.create())  # too small a device for the heuristic
+    assert "under 0.997" in line
 
 
 def test_weights_that_exceed_the_fraction_need_a_higher_one_not_a_lower() -> None:
@@ -144,19 +151,19 @@ def test_what_is_missing_is_the_forecast_and_the_reserve_less_what_is_free() -> 
 def test_with_a_forecast_the_values_are_computed() -> None:
     fields = {"outcome": "oom", "reason_code": "out_of_memory", "oom_bucket": 64, "mem_fraction_static": 0.9}
     fields["ledger"] = {"total_gib": 11.0, "context_gib": 1.0}
-    lines = advise(fields, CaptureSettings.create(), Shortfall(1.25, (8, 16)))
+    lines = advise(fields, CaptureSettings.create(), Known(Shortfall(1.25, (8, 16))))
     # 1.25 GiB of the 10 that the fraction multiplies.
     assert options(lines) == {
         "max-tokens": "16", "mem-fraction": "0.775", "policy": "budgeted", "backend": "disabled"
     }  # fmt: skip
-    lines = advise(fields, CaptureSettings.create(free_memory_gib=1.0), Shortfall(1.2555, ()))
+    lines = advise(fields, CaptureSettings.create(free_memory_gib=1.0), Known(Shortfall(1.2555, ())))
     assert options(lines) == {"free-memory": "2.28", "policy": "budgeted", "backend": "disabled"}
 
 
 def test_a_trimmed_ladder_says_what_the_whole_one_would_take() -> None:
     fields = {"outcome": "captured", "reason_code": "budget_trimmed", "trimmed": [64], "mem_fraction_static": 0.9}
     fields["ledger"] = {"total_gib": 10.0}
-    (line,) = advise(fields, CaptureSettings.create(policy="budgeted"), Shortfall(0.5, (8, 16, 32)))
+    (line,) = advise(fields, CaptureSettings.create(policy="budgeted"), Known(Shortfall(0.5, (8, 16, 32))))
     assert line.startswith("for the whole ladder lower the fraction: --mem-fraction 0.850")
     assert advise({**fields, "trimmed": []}, CaptureSettings.create(policy="budgeted"), None) == []
 
@@ -165,6 +172,27 @@ def test_what_starves_is_said_whatever_the_outcome() -> None:
     (line,) = advise({"outcome": "captured", "starved_gib": 0.25}, CaptureSettings.create())
     assert line.startswith("0.25 GiB are missing")
     assert advise({"outcome": "captured", "starved_gib": 0.0}, CaptureSettings.create()) == []
+    # Where the later need is more than was free, no shorter ladder helps.
+    fields = {"outcome": "oom", "reason_code": "out_of_memory", "oom_bucket": 64, "free_before_gib": 0.2}
+    for need, policies in ((0.1, {"budgeted"}), (0.25, set())):
+        lines = advise(fields, CaptureSettings.create(free_memory_gib=0.2, post_capture_gib=need))
+        assert {options([line]).get("policy") for line in lines} - {None} == policies
+
+
+def test_what_starves_names_what_would_help() -> None:
+    ledger = {"total_gib": 11.0, "context_gib": 1.0}
+    fields = {"outcome": "captured", "starved_gib": 0.25, "mem_fraction_static": 0.9, "ledger": ledger}
+    # 0.25 of the 10 GiB that the fraction multiplies; 0.5 where the pool's tensors give back whole steps.
+    assert options(advise(fields, CaptureSettings.create())) == {"mem-fraction": "0.875", "policy": "capture_first"}
+    known = Known(later_pool_gib=0.5)
+    (line,) = advise({**fields, "mem_usage_gib": 0.3}, CaptureSettings.create(), known)
+    assert "--mem-fraction 0.850" in line and "(the graphs take 0.30 GiB)" in line
+    assert "a lower --max-tokens" in line and "--policy budgeted" in line
+    # Graphs that take less than what is missing are not what it is missing for.
+    (line,) = advise({**fields, "mem_usage_gib": 0.2}, CaptureSettings.create(), known)
+    assert "--max-tokens" not in line and "budgeted" not in line
+    (line,) = advise(fields, CaptureSettings.create(free_memory_gib=0.5))
+    assert float(options([line])["free-memory"]) >= 0.75
 
 
 def test_graphs_that_leave_no_kv_pool_need_a_lower_ceiling() -> None:
@@ -174,7 +202,7 @@ def test_graphs_that_leave_no_kv_pool_need_a_lower_ceiling() -> None:
 
 def test_more_than_the_device_has_is_not_advised() -> None:
     fields = {"outcome": "oom", "reason_code": "out_of_memory", "oom_bucket": 64, "ledger": {"total_gib": 1.0}}
-    lines = advise(fields, CaptureSettings.create(free_memory_gib=0.5), Shortfall(4096.0, ()))
+    lines = advise(fields, CaptureSettings.create(free_memory_gib=0.5), Known(Shortfall(4096.0, ())))
     assert "free-memory" not in options(lines) and lines[0].startswith("use a device with more memory")
 
 
@@ -182,7 +210,7 @@ def test_more_than_the_device_has_is_not_advised() -> None:
 def test_a_policy_that_is_in_use_is_not_advised(policy: str) -> None:
     settings = CaptureSettings.create(policy=policy, free_memory_gib=0.5, buckets=(8, 16))
     (line,) = advise({"outcome": "captured", "starved_gib": 0.25}, settings)
-    assert line.endswith("raise --free-memory or shorten --buckets")
+    assert f"--policy {policy}" not in line and "--free-memory 0.77" in line
 
 
 def test_a_reserve_that_leaves_no_kv_pool_is_named_as_the_cause() -> None:

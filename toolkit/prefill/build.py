@@ -36,6 +36,7 @@ class Built:
     """What the build has done so far; filled step by step, so that a failure still tells what was known."""
 
     sizes: Sizes | None = None
+    mla: bool = False
     weights_kind: str | None = None
     ledger: dict[str, float | None] | None = None
     runner: ModelRunner | None = None
@@ -51,8 +52,8 @@ def build_model_runner(
     """
     source = resolve_model(settings.model)
     config = load_config(source).get_text_config()
-    mla = getattr(config, "kv_lora_rank", None) is not None
-    sizes = built.sizes = resolve_sizes(settings, device.total_mib, mla=mla)
+    built.mla = getattr(config, "kv_lora_rank", None) is not None
+    sizes = built.sizes = resolve_sizes(settings, device.total_mib, mla=built.mla)
     ledger = built.ledger = {"total_gib": device.total_bytes / GIB}
     baseline = device.free_bytes()
     ledger["context_gib"] = (device.total_bytes - baseline) / GIB

@@ -116,7 +116,7 @@ def _guarded(
         decision = policy.decide(_with_needs(policy, facts, foresee, factor))
         if tried:
             decision = replace(decision, reason=f"{decision.reason} ({tried})")
-        emit({"event": "facts", "decision": decision.to_dict()})
+        emit({"event": "facts", "decision": decision.to_dict(), "trimmed": list(decision.trimmed)})
         if not decision.capture:
             result = _skipped(emit, eager_runner, decision.code, decision.reason, decision.log_line, free_gib, decision)
             return replace(result, facts=facts), facts.kept_gib
@@ -140,8 +140,8 @@ def policy_facts(model_runner: ModelRunner, buckets: tuple[int, ...], free_gib: 
     """
     pool, room = model_runner.kv_pool, None
     if isinstance(pool, ElasticKVPool):
-        room = pool.planned_bytes / GIB
-        free_gib -= (pool.planned_bytes - pool.backed_bytes) / GIB
+        room = (pool.planned_bytes - pool.backed_bytes) / GIB
+        free_gib -= room
     return PolicyFacts(
         free_gib=free_gib,
         locked_keys=model_runner.locked_keys,
@@ -204,7 +204,9 @@ def _capture(
         figures=tuple(runner.figures),
         decision=decision,
         facts=facts,
-        trimmed=tuple(each for each in facts.buckets if each not in runner.captured) if end.runs_on else (),
+        trimmed=tuple(each for each in facts.buckets if each not in runner.captured)
+        if end.runs_on
+        else decision.trimmed,
     )
     return result, end.factor
 

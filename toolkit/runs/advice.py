@@ -32,6 +32,21 @@ class Shortfall:
     pool_gib: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known beyond the record, so that advice can name values; None where it is not.
+
+    Attributes:
+        short: of the ladder.
+        later_pool_gib: GiB that the KV pool has to be asked to shrink by for what is needed later.
+        auto_fraction: the fraction that a server computes for this device by itself.
+    """
+
+    short: Shortfall | None = None
+    later_pool_gib: float | None = None
+    auto_fraction: float | None = None
+
+
 def shortfall(needs: Sequence[LadderNeed], facts: PolicyFacts) -> Shortfall | None:
     """What is missing for the whole ladder; None without a forecast, or when the forecast says that nothing is."""
     if not needs:
@@ -42,17 +57,18 @@ def shortfall(needs: Sequence[LadderNeed], facts: PolicyFacts) -> Shortfall | No
     return Shortfall(missing, max(fitting, key=len, default=())) if missing > 0 else None
 
 
-def advise(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None = None) -> list[str]:
+def advise(fields: Mapping[str, Any], settings: CaptureSettings, known: Known | None = None) -> list[str]:
     """Advice for an outcome, most useful first; empty when there is nothing to mend.
 
-    `short` makes the figures of the advice computed ones; without it they are steps to try.
+    `known` makes the figures of the advice computed ones; without it they are steps to try.
     """
+    known = known or Known()
     adviser = _ADVISERS.get(str(fields.get("outcome")))
-    lines = adviser(fields, settings, short) if adviser else []
-    return [*lines, *_starved(fields, settings)]
+    lines = adviser(fields, settings, known) if adviser else []
+    return [*lines, *_starved(fields, settings, known)]
 
 
-def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
         if not get_policy(settings.policy).kv_first:
             lower = (
@@ -62,14 +78,29 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, short: Shor
             return [f"{lower or 'lower the ceiling (--max-tokens)'}, or use a device with more memory: {why}"]
         return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
     if fields.get("reason_code") == "out_of_memory_before_capture":
-        return [
-            "weights, KV pool and static buffers do not fit: use a device with more memory (on the CPU: "
-            "--device-memory), a smaller model, or a lower --mem-fraction if the KV pool was the one too large"
-        ]
-    advice = [*_lower_ceiling(fields, settings, short), *_more_free(fields, settings, short)]
-    if settings.policy != "budgeted":
+        return _before_capture(fields, settings, known)
+    advice = [*_lower_ceiling(fields, settings, known.short), *_more_free(fields, settings, known.short)]
+    # Where what is needed later does not fit without any graph, a shorter ladder cannot help.
+    hopeless = settings.post_capture_need_gib >= (fields.get("free_before_gib") or math.inf)
+    if settings.policy != "budgeted" and not hopeless:
         advice.append("or let the ladder be trimmed to what fits: --policy budgeted")
     return [*advice, "or run without prefill graphs: --backend disabled"]
+
+
+def _before_capture(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
+    """Which part was the one too large: weights that do not fit at all, or a KV pool that can be smaller."""
+    more = "use a device with more memory (on the CPU: --device-memory)"
+    ledger = fields.get("ledger") or {}
+    weights, total, fraction = ledger.get("weights_gib"), ledger.get("total_gib"), fields.get("mem_fraction_static")
+    if weights is None or total is None:
+        return [f"the weights do not fit: {more}, or a smaller model"]
+    room = f"weights take {weights:.2f} of {total:.2f} GiB, so the KV pool is the part to make smaller"
+    if fraction is None:
+        return [f"{room}: raise --free-memory, or {more}"]
+    if known.auto_fraction is None or known.auto_fraction >= fraction:
+        return [f"{room}: a --mem-fraction under {fraction:g}, or {more}"]
+    auto = f"leave out --mem-fraction (a server computes {known.auto_fraction:g} here)"
+    return [f"{room}: {auto}, or give one between that and {fraction:g}; or {more}"]
 
 
 def _lower_ceiling(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
@@ -93,7 +124,7 @@ def _more_free(fields: Mapping[str, Any], settings: CaptureSettings, short: Shor
         known = settings.free_memory_gib + more + _SEGMENT_GIB
         enough = settings.free_memory_gib * 2 if short is None else _rounded_up(known)
         why = "" if short is None else f" ({mib_or_gib(more)} more by the forecast, and a step of the allocator)"
-        if enough >= ((fields.get("ledger") or {}).get("total_gib") or MAX_DEVICE_GIB):
+        if enough >= _most_free(fields):
             return ["use a device with more memory: what has to stay free is more than this one has"]
         return [f"leave more free: --free-memory {enough:g}{why}"]
     pool = more if short is None or short.pool_gib is None else short.pool_gib
@@ -133,9 +164,9 @@ def _lower_ladder(most: int, settings: CaptureSettings) -> str | None:
     return f"--buckets {','.join(map(str, smaller))}" if smaller else None
 
 
-def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+def _after_skip(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
     if fields.get("reason_code") in ("over_budget", "budget_exceeded", "budget_oom", "budget_stopped"):
-        return _for_all_buckets(fields, settings, short)
+        return _for_all_buckets(fields, settings, known.short)
     if fields.get("reason_code") != "gate_low_memory":
         return []
     return [
@@ -150,22 +181,42 @@ def _for_all_buckets(fields: Mapping[str, Any], settings: CaptureSettings, short
     return [f"for the whole ladder {line}" for line in _more_free(fields, settings, short)] if short else []
 
 
-def _after_capture(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
-    return _for_all_buckets(fields, settings, short) if fields.get("trimmed") else []
+def _after_capture(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
+    return _for_all_buckets(fields, settings, known.short) if fields.get("trimmed") else []
 
 
-def _starved(fields: Mapping[str, Any], settings: CaptureSettings) -> list[str]:
-    lacking = fields.get("starved_gib")
+def _starved(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
+    """What to do for a declared later need that does not fit, with values; graphs are to blame for what they take."""
+    lacking, graphs = fields.get("starved_gib"), fields.get("mem_usage_gib") or 0.0
     if not lacking:
         return []
-    memory = "raise --free-memory" if settings.free_memory_gib is not None else "lower --mem-fraction"
-    ladder = "shorten --buckets" if settings.buckets is not None else "lower --max-tokens"
-    # The policies that keep it free have done what they could.
-    other = "" if settings.policy in ("budgeted", "capture_first") else ", or --policy budgeted or capture_first"
-    return [f"{mib_or_gib(lacking)} are missing for what is needed after the capture: {memory} or {ladder}{other}"]
+    ways = _leave(fields, settings, lacking, known.later_pool_gib)
+    what = f"{mib_or_gib(lacking)} are missing for what is needed after the capture"
+    if graphs >= lacking:
+        ways.append("a shorter --buckets" if settings.buckets is not None else "a lower --max-tokens")
+        ways += ["--policy budgeted"] if settings.policy != "budgeted" else []
+        what += f" (the graphs take {mib_or_gib(graphs)})"
+    else:
+        what += ", more than the graphs take" if graphs else ", without any graph"
+    # A KV pool that is sized last takes no more than what is left beside the need.
+    ways += ["--policy capture_first, which makes the KV pool smaller"] if get_policy(settings.policy).kv_first else []
+    return [f"{what}: {', or '.join(ways)}"]
 
 
-def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings, short: Shortfall | None) -> list[str]:
+def _leave(fields: Mapping[str, Any], settings: CaptureSettings, more: float, pool: float | None) -> list[str]:
+    """So much more left free, by the option that settles it; empty where this device does not have it."""
+    if settings.free_memory_gib is not None:
+        enough = _rounded_up(settings.free_memory_gib + more + _SEGMENT_GIB)
+        return [f"--free-memory {enough:g}"] if enough < _most_free(fields) else ["a device with more memory"]
+    lower = _lower_fraction(fields, more if pool is None else pool)
+    return [f"--mem-fraction {lower:.3f}"] if lower is not None else ["a device with more memory"]
+
+
+def _most_free(fields: Mapping[str, Any]) -> float:
+    return (fields.get("ledger") or {}).get("total_gib") or MAX_DEVICE_GIB
+
+
+def _after_mismatch(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
     if fields.get("reason_code") != "replay_mismatch":
         return []
     return ["do not serve with these graphs; run with --dtype fp32 to see whether rounding is the cause"]

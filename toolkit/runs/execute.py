@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.catalogue import resolve_model
 from toolkit.errors import PrefillLabError, one_line
 from toolkit.policies import get_policy
-from toolkit.runs.advice import Shortfall, advise, shortfall
+from toolkit.runs.advice import Known, Shortfall, advise, shortfall
 from toolkit.runs.provenance import software_versions
 from toolkit.runs.record import BucketFigures, ReplayCheck, RunRecord, SpeedPoint
 from toolkit.settings import CaptureSettings
@@ -66,7 +66,7 @@ class _Run:
         self.notes: list[str] = []
         self.fields: dict[str, Any] = {"device": device.facts()}
         self.capture: GraphCapture | None = None
-        self.short: Shortfall | None = None
+        self.known = Known()
         self.others = [device.other_processes()]
 
     def emit(self, event: dict[str, Any]) -> None:
@@ -97,6 +97,7 @@ class _Run:
         except Exception as error:
             if not self.device.is_out_of_memory(error):
                 raise
+            self.known = Known(auto_fraction=self._auto_fraction())
             return self._end("oom", "out_of_memory_before_capture", f"before the capture: {one_line(str(error))}")
         self._after_build(runner)
         self._capture(runner)
@@ -127,7 +128,8 @@ class _Run:
         self.capture = result
         self.others.append(self.device.other_processes())
         self._take_capture(result)
-        self.short = self._shortfall(result)
+        later = self._pool_share(result.starved_gib) if result.starved_gib else None
+        self.known = Known(self._shortfall(result), later)
         if result.outcome == "captured":
             self._after_capture(result)
 
@@ -161,6 +163,16 @@ class _Run:
             return None
         short = shortfall(self._foresee(facts.buckets, facts.fits), facts)
         return short and replace(short, pool_gib=self._pool_share(short.more_gib))
+
+    def _auto_fraction(self) -> float | None:
+        """What a server would compute for this device; None where it is too small for the heuristic."""
+        from toolkit.memory.ledger import resolve_sizes
+
+        settings = self.settings.model_copy(update={"mem_fraction": "auto"})
+        try:
+            return resolve_sizes(settings, self.device.total_mib, mla=self.built.mla).mem_fraction_static
+        except PrefillLabError:
+            return None
 
     def _pool_share(self, more_gib: float) -> float | None:
         """GiB of rows that the KV pool has to lose, so that its tensors, in whole steps, give back so much."""
@@ -307,7 +319,7 @@ class _Run:
             software=software_versions(),
             other_processes=others,
             weights=self.built.weights_kind,
-            advice=advise(fields, self.settings, self.short),
+            advice=advise(fields, self.settings, self.known),
             log=self.log,
             notes=self.notes,
             **fields,

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 SERVES = frozenset(outcome for outcome, code in OUTCOME_EXIT_CODES.items() if code == 0)
 """Outcomes after which a server runs."""
+UNFINISHED = frozenset({"cancelled", "crashed"})
+"""Outcomes of runs that somebody or something ended: they say nothing about the settings."""
+_WHY_NO_SERVER = {
+    "no server would start under": frozenset(OUTCOME_EXIT_CODES) - SERVES - UNFINISHED,
+    "there is no end to the run under": UNFINISHED,
+}
 MIX_LENGTHS = 200
 _UNKNOWN = CostModel(Curve.line(0.0, 0.0), Curve.line(0.0, 0.0), "ms", "nothing was timed")
 
@@ -84,9 +90,10 @@ class PolicyComparison:
         most = self.frame["kv_tokens"].max()
         rows = self.frame.to_dict("records")
         lines = [_sentence(name, row, most) for name, row in zip(self.names, rows, strict=True)]
-        failed = [name for name, record in zip(self.names, self.records, strict=True) if record.exit_code]
-        if failed:
-            lines.append(f"exit code 1, because no server would start under {', '.join(failed)}")
+        for why, outcomes in _WHY_NO_SERVER.items():
+            named = zip(self.names, self.records, strict=True)
+            failed = [name for name, record in named if record.outcome in outcomes]
+            lines += [f"exit code 1, because {why} {', '.join(failed)}"] if failed else []
         if any(record.device.get("kind") == "cpu" for record in self.records):
             lines.append("on a CPU a replay saves no launches: compare shares there, and milliseconds on a GPU")
         busy = (note for record in self.records for note in record.notes if "machine was busy" in note)
@@ -203,6 +210,8 @@ def _alike(record: RunRecord) -> tuple[str, ...]:
 
 
 def _sentence(name: str, row: Mapping[Hashable, Any], most_kv: Any) -> str:
+    if row["outcome"] in UNFINISHED:
+        return f"{name}: {row['outcome']} before it was done, so it does not say what a server would do"
     if row["outcome"] not in SERVES:
         return f"{name}: no server starts ({row['outcome']})"
     eager = f"{row['eager_percent']:.0f} % of the prefills of the mix run eager"

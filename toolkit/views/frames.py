@@ -94,9 +94,9 @@ def left_out_words(record: RunRecord) -> str | None:
     """Which buckets were asked for and have no graph; None where all have one, or nothing is known of it."""
     if not record.trimmed:
         return None
-    asked = len(record.buckets) + len(record.trimmed)
+    asked = len({*record.capture_order, *record.trimmed, *(bucket.num_tokens for bucket in record.buckets)})
     span = f"{min(record.trimmed)} to {max(record.trimmed)}" if len(record.trimmed) > 1 else str(record.trimmed[0])
-    return f"{len(record.trimmed)} of {asked} buckets ({span} tokens), which run eager"
+    return f"{len(record.trimmed)} of {asked} buckets ({span} tokens)" + (", which run eager" if record.runner else "")
 
 
 def needed_later_words(record: RunRecord) -> str | None:

@@ -235,7 +235,8 @@ def speed_view(points: Sequence[SpeedPoint]) -> Table:
 
 def remarks(record: RunRecord) -> list[RenderableType]:
     """Why it ended so, then notes and advice, one line each."""
-    lines = [f"{record.outcome}: {record.reason}", *(f"note: {note}" for note in record.notes)]
+    why = record.reason if record.reason.startswith(record.outcome) else f"{record.outcome}: {record.reason}"
+    lines = [why, *(f"note: {note}" for note in record.notes)]
     return [plain(line) for line in [*lines, *(f"next: {advice}" for advice in record.advice)]]
 
 
