@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,6 +138,21 @@ def test_what_is_needed_later_is_part_of_every_verdict(model: str, policy: str, 
     if policy == "budgeted" and starves:
         assert record.trimmed
     assert ("starves by" in record.reason) == (record.starved_gib > 0)
+
+
+@pytest.mark.parametrize("choice", [{"free_memory_gib": 0.04}, {"mem_fraction": 0.985}])
+def test_the_value_that_is_advised_for_what_starves_is_enough(model: str, choice: dict[str, float]) -> None:
+    """The value that the advice names is followed, and nothing is missing."""
+    name = next(iter(choice)).replace("_gib", "").replace("_", "-")
+    first = perform(model, "ungated", **choice, post_capture_gib=0.15, buckets=(4, 8, 512))
+    assert first.starved_gib
+    advised = re.search(rf"--{name} ([\d.]+)", first.advice[-1])
+    assert advised is not None, first.advice
+    followed = {next(iter(choice)): float(advised[1])}
+    second = perform(model, "ungated", **followed, post_capture_gib=0.15, buckets=(4, 8, 512))
+    assert (second.outcome, second.starved_gib) == ("captured", 0.0)
+    third = perform(model, "capture_first", **choice, post_capture_gib=0.15, buckets=(4, 8, 512))
+    assert (third.outcome, third.starved_gib) == ("captured", 0.0)
 
 
 @pytest.mark.parametrize("free", [0.001, 0.003, 0.02, 0.1])
