@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.ladder import REPLAY_LIMIT_FACTOR, choose_bucket, exceeds_replay_limit
+from toolkit.ladder import choose_bucket, exceeds_replay_limit
 from toolkit.serverlogs.capture_report import capture_report
+from toolkit.serverlogs.chosen import resolved_off
 from toolkit.serverlogs.ledger import first_prefill
-from toolkit.serverlogs.startup import Startup
+from toolkit.serverlogs.startup import Capture, Startup
+from toolkit.serverlogs.versions import replay_limit_factor
 
 REASONS = {
     "no_graph": "because there is no prefill graph",
     "too_long": "because they are longer than the largest bucket",
     "too_short": "because the smallest bucket that holds them is more than twice as large",
+    "empty": "as they compute no token",
     "other": "although a bucket fits (a cached prefix, images, logprobs, ...)",
     "unknown": "for reasons not known, as the log does not show the buckets",
+    "not_kept": "of lengths that are not looked at, as there are over 20,000 different ones",
 }
 """Why a prefill ran eager."""
 
@@ -83,17 +87,49 @@ def prefill_ladder(startup: Startup) -> tuple[int, ...] | None:
     return capture_report(startup, capture).buckets if capture is not None else None
 
 
-def replay_stats(startup: Startup) -> ReplayStats | None:
-    """What prefills did; None when the log has none."""
+def without_graph(startup: Startup) -> bool:
+    """Whether the log shows that the target has no prefill graph: a line or the arguments say so, or it is silent."""
+    if first_prefill(startup) is not None:
+        return False
+    skipped = any(each.role == "target" and each.skip is not None for each in startup.captures)
+    disabled = any(line.role != "draft" for line in startup.disables)
+    return skipped or disabled or resolved_off(startup) or silently_without_graph(startup)
+
+
+def silently_without_graph(startup: Startup) -> bool:
+    """Whether the whole stretch in which a target captures is in the log, and no prefill capture nor word about one.
+
+    A log that begins late does not show what came before: the begin line of a decode capture (new builds make it
+    after the prefill one) or the end of the pools shows that nothing is missing.
+    """
+    disabled = any(line.role != "draft" for line in startup.disables)
+    told = disabled or any(each.phase == "prefill" and each.role == "target" for each in startup.captures)
+    if told or not startup.limits or startup.prefills.count(True):
+        return False
+    decodes = decode_captures(startup)
+    if decodes:
+        return all(each.begin is not None for each in decodes)
+    return any(log.pool_ends for log in startup.ranks.values())
+
+
+def decode_captures(startup: Startup) -> list[Capture]:
+    """The captures of decode graphs that came to their end."""
+    return [each for each in startup.captures if each.phase in ("decode", "verify") and each.end is not None]
+
+
+def replay_stats(startup: Startup, version: str | None = None) -> ReplayStats | None:
+    """What prefills did; None when the log has none. `version` is the release that wrote it, when known."""
     stats = startup.prefills
     if not stats.batches:
         return None
-    ladder, capture = prefill_ladder(startup), first_prefill(startup)
-    captured = capture is not None and capture.outcome == "captured"
+    ladder, no_graph = prefill_ladder(startup), without_graph(startup)
+    factor = replay_limit_factor(startup, version)
     rows = []
     for (tokens, graph), count in sorted(stats.lengths.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         bucket = choose_bucket(ladder, tokens) if ladder else None
-        reason = _reason(tokens, bucket, ladder, captured, startup) if graph is False else None
+        reason = None
+        if graph is False:
+            reason = "no_graph" if no_graph else _reason(tokens, bucket, ladder, factor)
         rows.append(LengthRow(tokens, graph, count.batches, bucket, reason, count.first_line))
     replayed = [row for row in rows if row.graph is True]
     reasons: dict[str, int] = {}
@@ -118,15 +154,14 @@ def replay_stats(startup: Startup) -> ReplayStats | None:
     )
 
 
-def _reason(tokens: int, bucket: int | None, ladder: tuple[int, ...] | None, captured: bool, startup: Startup) -> str:
-    if not captured:
-        # A log that begins after the captures has not shown that there were none.
-        return "no_graph" if any(each.skip for each in startup.captures) or startup.disables else "unknown"
+def _reason(tokens: int, bucket: int | None, ladder: tuple[int, ...] | None, factor: int | None) -> str:
+    if tokens < 1:
+        return "empty"
     if not ladder:
         return "unknown"
     if bucket is None:
         return "too_long"
-    return "too_short" if exceeds_replay_limit(bucket, tokens, REPLAY_LIMIT_FACTOR) else "other"
+    return "too_short" if exceeds_replay_limit(bucket, tokens, factor) else "other"
 
 
 def _padding(replayed: list[LengthRow]) -> float | None:

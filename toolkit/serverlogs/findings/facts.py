@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from toolkit.serverlogs import chosen
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.finding import Finding
@@ -41,22 +42,17 @@ class Facts:
 
     def argument(self, name: str) -> Value:
         """A server argument as printed; None when the log does not have it."""
-        return self.startup.start.values.get(name) if self.startup.start else None
+        return chosen.argument(self.startup, name)
 
     @property
     def explicit_backend(self) -> str | None:
         """The prefill backend chosen by hand, as far as printed arguments show."""
-        asked = self.argument("cuda_graph_backend_prefill")
-        return asked if isinstance(asked, str) and asked not in ("disabled", "auto") else None
+        return chosen.explicit_backend(self.startup)
 
     @property
     def switched_off(self) -> str | None:
         """The flag that turned the prefill graph off by hand, as far as printed arguments show."""
-        for name in ("disable_cuda_graph", "disable_prefill_cuda_graph", "disable_piecewise_cuda_graph"):
-            if self.argument(name) is True:
-                return f"--{name.replace('_', '-')}"
-        off = self.argument("cuda_graph_backend_prefill") == "disabled"
-        return "--cuda-graph-backend-prefill=disabled" if off else None
+        return chosen.switched_off(self.startup)
 
     @property
     def flags(self) -> dict[str, str]:

@@ -85,7 +85,7 @@ def facts_of(
         startup,
         tuple(capture_reports(startup)),
         tuple(rank_ledgers(startup)),
-        replay_stats(startup),
+        replay_stats(startup, version),
         version,
         previous,
         followed,
