@@ -14,6 +14,7 @@ from toolkit.serverlogs.findings.room import ForecastRoom
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.replay import ReplayStats
 from toolkit.serverlogs.startup import Capture, Startup
+from toolkit.settings import MAX_BUCKET_TOKENS
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,11 @@ class Facts:
 
     @property
     def chunk(self) -> int | None:
-        """chunked_prefill_size: of the line of limits, else of the arguments; None when unknown or off."""
+        """chunked_prefill_size: of the line of limits, else of the arguments; None when unknown, off or no size."""
         printed = [each.chunked_prefill_size for each in self.startup.limits if each.chunked_prefill_size is not None]
         value: Value = printed[0] if printed else self.argument("chunked_prefill_size")
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return value if isinstance(value, int) and whole and 0 < value <= MAX_BUCKET_TOKENS else None
 
     def ledger_of(self, rank: str) -> RankLedger | None:
         """The memory of one rank."""
