@@ -164,8 +164,10 @@ def test_a_server_without_any_graph_is_asked_about() -> None:
     silent = _found(POOLS + limits() + READY, "NO_PREFILL_CAPTURE_UNEXPLAINED")
     assert silent.severity == "warning"
     assert "without decode graphs" in silent.message
-    late = diagnose(limits() + READY).findings
-    assert not any(one.code == "NO_PREFILL_CAPTURE_UNEXPLAINED" for one in late)
+    cut = DECODE.partition("\n")[0] + "\n"
+    for text in ("", POOLS + cut):  # begins late; lost the end of a capture
+        found = diagnose(text + limits() + READY).findings
+        assert not any(one.code == "NO_PREFILL_CAPTURE_UNEXPLAINED" for one in found)
 
 
 @pytest.mark.parametrize("word", ["NPU", "XPU"])

@@ -9,6 +9,7 @@ import pytest
 from tests.server_lines import DECODE, POOLS, PREFILL_END, READY, arguments, batch, limits, line, prefill_begin
 from toolkit.ladder import ceiling_for, generate_prefill_buckets
 from toolkit.serverlogs import diagnose
+from toolkit.serverlogs.compare import compare_diagnoses
 from toolkit.serverlogs.findings.finding import Finding
 
 OLD = (
@@ -143,3 +144,46 @@ def test_advice_about_a_ceiling_gives_flags_whose_ladder_holds_the_chunk() -> No
         assert max(generate_prefill_buckets(int(flags["--cuda-graph-max-bs-prefill"]))) >= chunk
         assert flags["--chunked-prefill-size"] == str(ceiling)
         assert "chunked_prefill_size" not in found.advice
+
+
+# --- many lengths -------------------------------------------------------------------------------------------------
+
+
+def test_more_lengths_than_are_kept_still_count() -> None:
+    """30,000 lengths, each once replayed and once eager: all are in the totals, and what is left out is said."""
+    lengths = range(1, 30_001)
+    served = POOLS + prefill_begin(32768) + PREFILL_END + DECODE + limits(32768) + READY
+    text = served + "".join(batch(tokens, tokens % 2 == 0) for tokens in lengths)
+    diagnosis = diagnose(text)
+    replay = diagnosis.replay[0]
+    assert (replay.batches, replay.replayed, replay.eager) == (30_000, 15_000, 15_000)
+    assert (replay.hit_rate, replay.new_tokens) == (0.5, sum(lengths))
+    assert sum(replay.eager_by_reason.values()) == 15_000
+    assert replay.eager_by_reason["not_kept"] == 5_000
+    assert (replay.padded_share, replay.unused_buckets) == (None, None)
+    found = _eager(text)
+    assert "15,000 of 30,000 prefills (50.0 %)" in found.message
+    assert "5,000 of lengths that are not looked at, as there are over 20,000 different ones" in found.message
+
+
+# --- two starts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fractions", "said"), [((0.9, 0.9), True), ((0.9, None), False), ((None, None), False)])
+def test_a_fraction_that_is_not_printed_was_not_fixed(fractions: tuple[float | None, ...], said: bool) -> None:
+    logs = []
+    for fraction, text in zip(fractions, _two_starts(), strict=True):
+        args = arguments(mem_fraction_static=fraction) if fraction is not None else ""
+        logs.append(diagnose(args + text))
+    codes = [one.code for one in compare_diagnoses(logs).findings]
+    assert codes == (["KV_UNCHANGED_BY_TRIMMING"] if said else [])
+
+
+def _two_starts() -> tuple[str, str]:
+    """The default ladder, and a shorter one that takes 1.00 GB less."""
+    short = PREFILL_END.replace("1.50 GB, avail mem=10.50", "0.50 GB, avail mem=11.50")
+    decode = DECODE.replace("10.50", "11.50").replace("10.20", "11.20")
+    ends = limits(), limits().replace("10.20", "11.20")
+    return POOLS + prefill_begin() + PREFILL_END + DECODE + ends[0], POOLS + prefill_begin(
+        2048
+    ) + short + decode + ends[1]

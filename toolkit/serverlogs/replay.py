@@ -13,7 +13,7 @@ from toolkit.ladder import choose_bucket, exceeds_replay_limit
 from toolkit.serverlogs.capture_report import capture_report
 from toolkit.serverlogs.chosen import resolved_off
 from toolkit.serverlogs.ledger import first_prefill
-from toolkit.serverlogs.startup import Capture, Startup
+from toolkit.serverlogs.startup import MOST_LENGTHS, Capture, Startup
 from toolkit.serverlogs.versions import replay_limit_factor
 
 REASONS = {
@@ -23,7 +23,7 @@ REASONS = {
     "empty": "as they compute no token",
     "other": "although a bucket fits (a cached prefix, images, logprobs, ...)",
     "unknown": "for reasons not known, as the log does not show the buckets",
-    "not_kept": "of lengths that are not looked at, as there are over 20,000 different ones",
+    "not_kept": f"of lengths that are not looked at, as there are over {MOST_LENGTHS:,} different ones",
 }
 """Why a prefill ran eager."""
 
@@ -59,12 +59,13 @@ class ReplayStats:
         replayed: batches that replayed a graph.
         eager: batches that ran eager.
         hit_rate: replayed of those that say, 0 to 1; None when none says.
-        padded_share: padding in the rows that replays computed, 0 to 1; None when the ladder is not known.
+        padded_share: padding in the rows that replays computed, 0 to 1; None when the ladder is not known, or not all
+            lengths were kept.
         new_tokens: tokens computed.
         cached_tokens: tokens found in the prefix cache.
         eager_by_reason: batches by key of `REASONS`.
-        unused_buckets: buckets of the ladder that no replayed batch used; None when the ladder is not known.
-        rows: by length.
+        unused_buckets: buckets of the ladder that no replayed batch used; None for the same reasons.
+        rows: by length; of a log with more than `startup.MOST_LENGTHS` different ones, those that came first.
     """
 
     startup: int
@@ -109,7 +110,8 @@ def silently_without_graph(startup: Startup) -> bool:
     decodes = decode_captures(startup)
     if decodes:
         return all(each.begin is not None for each in decodes)
-    return any(log.pool_ends for log in startup.ranks.values())
+    began = any(each.phase in ("decode", "verify") for each in startup.captures)
+    return not began and any(log.pool_ends for log in startup.ranks.values())
 
 
 def decode_captures(startup: Startup) -> list[Capture]:
@@ -137,6 +139,10 @@ def replay_stats(startup: Startup, version: str | None = None) -> ReplayStats | 
         if row.reason is not None:
             reasons[row.reason] = reasons.get(row.reason, 0) + row.batches
     hits, misses = stats.count(True), stats.count(False)
+    if misses > sum(reasons.values()):
+        beyond = "no_graph" if no_graph else "not_kept"
+        reasons[beyond] = reasons.get(beyond, 0) + misses - sum(reasons.values())
+    whole = ladder is not None and not stats.not_kept
     used = {row.bucket for row in replayed}
     return ReplayStats(
         startup=startup.index,
@@ -145,11 +151,11 @@ def replay_stats(startup: Startup, version: str | None = None) -> ReplayStats | 
         replayed=hits,
         eager=misses,
         hit_rate=hits / (hits + misses) if hits + misses else None,
-        padded_share=_padding(replayed),
+        padded_share=_padding(replayed) if whole else None,
         new_tokens=stats.new_tokens,
         cached_tokens=stats.cached_tokens,
         eager_by_reason=reasons,
-        unused_buckets=tuple(bucket for bucket in ladder if bucket not in used) if ladder and hits else None,
+        unused_buckets=tuple(bucket for bucket in ladder or () if bucket not in used) if whole and hits else None,
         rows=tuple(rows),
     )
 
