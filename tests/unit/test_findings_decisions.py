@@ -132,6 +132,14 @@ def test_the_eagle_check_is_said_to_spare_breakable() -> None:
     assert "--cuda-graph-backend-prefill=breakable" in said.advice
 
 
+@pytest.mark.parametrize("text", [GATE + DECODE, POOLS + DECODE, POOLS])
+def test_nobody_is_told_to_name_a_backend_who_named_one(text: str) -> None:
+    """The gate spares a backend that is named (executed); so do the rules that print nothing."""
+    found = diagnose(arguments(cuda_graph_backend_prefill="breakable") + text + limits() + READY).findings
+    assert [one.severity for one in found] == ["warning"]
+    assert "ame a backend (" not in found[0].advice
+
+
 OFF_BY_ARGUMENTS = {
     "disable_cuda_graph": (arguments(disable_cuda_graph=True), "--disable-cuda-graph", "info"),
     "named": (arguments(cuda_graph_backend_prefill="disabled"), "--cuda-graph-backend-prefill=disabled", "info"),

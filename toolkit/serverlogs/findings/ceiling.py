@@ -122,4 +122,4 @@ def _ways(facts: Facts, largest: int, longest: int, clamped: bool) -> str:
     ways = [] if clamped else [f"{facts.flags['prefill']} {ceiling_for(longest)}"]
     if largest >= _LEAST_CHUNK or not ways:  # a chunk of a few tokens is no advice
         ways.append(f"--chunked-prefill-size {largest}")
-    return f"For all prefills to replay, up to {longest} tokens, start with {' or with '.join(ways)}."
+    return f"For prefills of up to {longest} tokens to fit a bucket, start with {' or with '.join(ways)}."

@@ -45,10 +45,19 @@ def _skipped_by_the_gate(facts: Facts, gates: list[GateLine], role: str) -> Find
         "info" if draft else "warning",
         f"The memory gate skipped the {whose}prefill graph{of_ranks(ranks)} {had}: {result}{version}.",
         tuple(gate.line for gate in gates),
-        f"Name a backend ({_NAME_IT}) to override the gate, or use 0.5.18 or later, which has none ({_NO_GATE}). "
-        "Look at the forecast first: on this little memory the capture itself may fail.",
+        _past_the_gate(facts),
         _GATE,
         labels(ranks),
+    )
+
+
+def _past_the_gate(facts: Facts) -> str:
+    ways = f"Name a backend ({_NAME_IT}) to override the gate, or use"
+    if facts.explicit_backend is not None:
+        ways = "Compare the arguments: the gate spares a backend that is named, as these name one. Or use"
+    return (
+        f"{ways} 0.5.18 or later, which has none ({_NO_GATE}). "
+        "Look at the forecast first: on this little memory the capture itself may fail."
     )
 
 
@@ -288,6 +297,9 @@ def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
 
 def _silent(facts: Facts) -> tuple[str, str, str]:
     """Severity, cause and advice where a rule prints nothing: a known default, or not known."""
+    if facts.explicit_backend is not None:
+        why = f"the backend {facts.explicit_backend} was named, which skips the rules that print nothing"
+        return "warning", why, "Look for the line in the whole log: what stops a named backend prints one."
     quiet = _quiet_rule(facts)
     if quiet is not None:
         return "info", *quiet
