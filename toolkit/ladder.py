@@ -30,6 +30,12 @@ def generate_prefill_buckets(ceiling: int) -> list[int]:
     return buckets
 
 
+def ceiling_for(num_tokens: int) -> int:
+    """The smallest ceiling, itself a bucket, whose default ladder holds `num_tokens`: 5120 for 5000."""
+    buckets = generate_prefill_buckets(num_tokens + _TOP_STEP)
+    return buckets[bisect_left(buckets, num_tokens)]
+
+
 def parse_buckets(text: str) -> list[int]:
     """The ladder written as `8,16,32`, sorted and without repeats. Raises InvalidInput naming the bad part."""
     allowed = f"buckets are whole numbers from 1 to {MAX_BUCKET_TOKENS}, separated by commas"

@@ -256,7 +256,13 @@ def test_trimming_between_two_files_is_seen_as_in_one() -> None:
 def test_two_engines_are_compared_by_the_real_pass() -> None:
     rows = compare_logs(LOGS / "vllm_tp2.log", LOGS / "sglang_clean.log").rows
     assert [row["engine"] for row in rows] == ["vllm", "sglang"]
-    assert [row["prefill_gib"] for row in rows] == [0.20, 1.74]
+    # vLLM prints one figure for all its graphs; the SGLang log says 1.74 for prefill and 0.26 for decode.
+    assert [row["all_graphs_gib"] for row in rows] == [0.20, 2.00]
+    assert [row["prefill_gib"] for row in rows] == [None, 1.74]
+    assert [(row["n_buckets"], row["prefill_s"], row["captures_s"]) for row in rows] == [
+        (None, None, 4.0),
+        (58, 26.3, 30.3),
+    ]
 
 
 def test_one_log_is_no_comparison() -> None:

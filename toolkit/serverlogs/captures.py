@@ -116,17 +116,31 @@ def _point(startup: Startup, points: list[BucketPoint], event: ev.BucketBar) -> 
 def _gate(startup: Startup, event: ev.GateLine) -> None:
     startup.keep(startup.gates, event)
     log = startup.read_free(event.rank, event.line, "gate", event.free_gib)
-    _skip(startup, log, Capture(event.rank, "target", "prefill", skip=event))
+    _skip(startup, log, Capture(event.rank, _whose_check(log), "prefill", skip=event))
 
 
 def _disable(startup: Startup, event: ev.DisableLine) -> None:
-    startup.keep(startup.disables, event)
     if event.code not in ("echo", "guard", "flag"):
+        startup.keep(startup.disables, event)
         return  # said when the configuration was made, by no rank in particular
-    log, role = startup.log_of(event.rank), event.role or "target"
+    log = startup.log_of(event.rank)
+    role = event.role or _whose_check(log)
+    startup.keep(startup.disables, event if role == "target" else replace(event, role=role))
     before = log.capture("prefill", role)
     if before is None or before.outcome != "skipped":
         _skip(startup, log, Capture(event.rank, role, "prefill", skip=event))
+
+
+def _whose_check(log: RankLog) -> str:
+    """The role that a check without one is about: the draft worker makes its own once the target has its graphs.
+
+    Old builds captured decode graphs before prefill ones, so that theirs do not tell.
+    """
+    for each in log.captures:
+        of_order = each.phase == "prefill" or (each.begin is not None and each.begin.wording == "new")
+        if each.role == "target" and each.skip is None and of_order:
+            return "draft"
+    return "target"
 
 
 def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:

@@ -11,6 +11,7 @@ from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.diagnosis import Diagnosis, diagnose
 from toolkit.serverlogs.findings import facts_of
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.lines import Source
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def _row(diagnosis: Diagnosis) -> dict[str, Any]:
     values = diagnosis.startups[-1].start.values if diagnosis.startups and diagnosis.startups[-1].start else {}
     replay = diagnosis.replay[-1] if diagnosis.replay else None
     timings = diagnosis.timings[-1] if diagnosis.timings else None
+    # vLLM says one figure for all its graphs: it stands beside the sum of the others', never beside a prefill graph's.
+    whole = capture if capture is not None and capture.phase == "all" else None
+    prefill = capture if whole is None else None
     return {
         "source": diagnosis.source,
         "engine": diagnosis.engine,
@@ -97,18 +101,26 @@ def _row(diagnosis: Diagnosis) -> dict[str, Any]:
         "kv_cache_tokens": ledger.kv_cache_tokens if ledger else None,
         "free_before_gib": ledger.free_before_capture_gib if ledger else None,
         "prefill": capture.outcome if capture else None,
-        "backend": capture.backend if capture else None,
-        "n_buckets": capture.n_buckets if capture else None,
-        "largest": max(capture.buckets) if capture and capture.buckets else None,
-        "prefill_gib": capture.mem_usage_gib if capture else None,
-        "peak_need_gib": capture.peak_need_gib if capture else None,
-        "prefill_s": capture.elapsed_s if capture else None,
-        "other_graphs_gib": ledger.other_graphs_gib if ledger and (not capture or capture.phase != "all") else None,
+        "backend": prefill.backend if prefill else None,
+        "n_buckets": prefill.n_buckets if prefill else None,
+        "largest": max(prefill.buckets) if prefill and prefill.buckets else None,
+        "prefill_gib": prefill.mem_usage_gib if prefill else None,
+        "peak_need_gib": prefill.peak_need_gib if prefill else None,
+        "prefill_s": prefill.elapsed_s if prefill else None,
+        "other_graphs_gib": ledger.other_graphs_gib if ledger and whole is None else None,
+        "all_graphs_gib": whole.mem_usage_gib if whole else _all_graphs(ledger),
         "free_at_end_gib": ledger.free_at_end_gib if ledger else None,
-        "captures_s": timings.captures_s if timings else None,
+        "captures_s": whole.elapsed_s if whole else timings.captures_s if timings else None,
         "hit_rate": replay.hit_rate if replay else None,
         "findings": len([one for one in diagnosis.findings if one.severity != "info"]),
     }
+
+
+def _all_graphs(ledger: RankLedger | None) -> float | None:
+    """The printed usage of all captures of a rank; None when it printed none."""
+    used = [ledger.prefill_graph_gib, ledger.other_graphs_gib] if ledger else []
+    known = [gib for gib in used if gib is not None]
+    return round(sum(known), 4) if known else None
 
 
 def _prefill(diagnosis: Diagnosis) -> CaptureReport | None:

@@ -206,7 +206,7 @@ def diagnose(
         captures=tuple(report for startup in startups for report in capture_reports(startup)),
         ledger=tuple(ledgers),
         timings=tuple(filter(None, map(_timings, startups))),
-        replay=tuple(filter(None, map(replay_stats, startups))),
+        replay=tuple(filter(None, (replay_stats(startup, version) for startup in startups))),
         findings=in_order(
             [
                 *check_log(log, sglang_version, measured.room if measured else None),

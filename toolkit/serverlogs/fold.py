@@ -211,6 +211,7 @@ def _prefill(startup: Startup, event: ev.PrefillLine) -> None:
         stats.before_ready += 1
     stats.new_tokens += event.new_token
     stats.cached_tokens += cached
+    stats.by_graph[event.graph] = stats.by_graph.get(event.graph, 0) + 1
     stats.first_line.setdefault(event.graph, event.line)
     key = (event.new_token, event.graph)
     known = stats.lengths.get(key)

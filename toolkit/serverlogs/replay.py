@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.ladder import REPLAY_LIMIT_FACTOR, choose_bucket, exceeds_replay_limit
+from toolkit.ladder import choose_bucket, exceeds_replay_limit
 from toolkit.serverlogs.capture_report import capture_report
+from toolkit.serverlogs.chosen import resolved_off
 from toolkit.serverlogs.ledger import first_prefill
-from toolkit.serverlogs.startup import Startup
+from toolkit.serverlogs.startup import MOST_LENGTHS, Capture, Startup
+from toolkit.serverlogs.versions import replay_limit_factor
 
 REASONS = {
     "no_graph": "because there is no prefill graph",
     "too_long": "because they are longer than the largest bucket",
     "too_short": "because the smallest bucket that holds them is more than twice as large",
+    "empty": "as they compute no token",
     "other": "although a bucket fits (a cached prefix, images, logprobs, ...)",
     "unknown": "for reasons not known, as the log does not show the buckets",
+    "not_kept": f"of lengths that are not looked at, as there are over {MOST_LENGTHS:,} different ones",
 }
 """Why a prefill ran eager."""
 
@@ -55,12 +59,13 @@ class ReplayStats:
         replayed: batches that replayed a graph.
         eager: batches that ran eager.
         hit_rate: replayed of those that say, 0 to 1; None when none says.
-        padded_share: padding in the rows that replays computed, 0 to 1; None when the ladder is not known.
+        padded_share: padding in the rows that replays computed, 0 to 1; None when the ladder is not known, or not all
+            lengths were kept.
         new_tokens: tokens computed.
         cached_tokens: tokens found in the prefix cache.
         eager_by_reason: batches by key of `REASONS`.
-        unused_buckets: buckets of the ladder that no replayed batch used; None when the ladder is not known.
-        rows: by length.
+        unused_buckets: buckets of the ladder that no replayed batch used; None for the same reasons.
+        rows: by length; of a log with more than `startup.MOST_LENGTHS` different ones, those that came first.
     """
 
     startup: int
@@ -83,17 +88,50 @@ def prefill_ladder(startup: Startup) -> tuple[int, ...] | None:
     return capture_report(startup, capture).buckets if capture is not None else None
 
 
-def replay_stats(startup: Startup) -> ReplayStats | None:
-    """What prefills did; None when the log has none."""
+def without_graph(startup: Startup) -> bool:
+    """Whether the log shows that the target has no prefill graph: a line or the arguments say so, or it is silent."""
+    if first_prefill(startup) is not None:
+        return False
+    skipped = any(each.role == "target" and each.skip is not None for each in startup.captures)
+    disabled = any(line.role != "draft" for line in startup.disables)
+    return skipped or disabled or resolved_off(startup) or silently_without_graph(startup)
+
+
+def silently_without_graph(startup: Startup) -> bool:
+    """Whether the whole stretch in which a target captures is in the log, and no prefill capture nor word about one.
+
+    A log that begins late does not show what came before: the begin line of a decode capture (new builds make it
+    after the prefill one) or the end of the pools shows that nothing is missing.
+    """
+    disabled = any(line.role != "draft" for line in startup.disables)
+    told = disabled or any(each.phase == "prefill" and each.role == "target" for each in startup.captures)
+    if told or not startup.limits or startup.prefills.count(True):
+        return False
+    decodes = decode_captures(startup)
+    if decodes:
+        return all(each.begin is not None for each in decodes)
+    began = any(each.phase in ("decode", "verify") for each in startup.captures)
+    return not began and any(log.pool_ends for log in startup.ranks.values())
+
+
+def decode_captures(startup: Startup) -> list[Capture]:
+    """The captures of decode graphs that came to their end."""
+    return [each for each in startup.captures if each.phase in ("decode", "verify") and each.end is not None]
+
+
+def replay_stats(startup: Startup, version: str | None = None) -> ReplayStats | None:
+    """What prefills did; None when the log has none. `version` is the release that wrote it, when known."""
     stats = startup.prefills
     if not stats.batches:
         return None
-    ladder, capture = prefill_ladder(startup), first_prefill(startup)
-    captured = capture is not None and capture.outcome == "captured"
+    ladder, no_graph = prefill_ladder(startup), without_graph(startup)
+    factor = replay_limit_factor(startup, version)
     rows = []
     for (tokens, graph), count in sorted(stats.lengths.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         bucket = choose_bucket(ladder, tokens) if ladder else None
-        reason = _reason(tokens, bucket, ladder, captured, startup) if graph is False else None
+        reason = None
+        if graph is False:
+            reason = "no_graph" if no_graph else _reason(tokens, bucket, ladder, factor)
         rows.append(LengthRow(tokens, graph, count.batches, bucket, reason, count.first_line))
     replayed = [row for row in rows if row.graph is True]
     reasons: dict[str, int] = {}
@@ -101,6 +139,10 @@ def replay_stats(startup: Startup) -> ReplayStats | None:
         if row.reason is not None:
             reasons[row.reason] = reasons.get(row.reason, 0) + row.batches
     hits, misses = stats.count(True), stats.count(False)
+    if misses > sum(reasons.values()):
+        beyond = "no_graph" if no_graph else "not_kept"
+        reasons[beyond] = reasons.get(beyond, 0) + misses - sum(reasons.values())
+    whole = ladder is not None and not stats.not_kept
     used = {row.bucket for row in replayed}
     return ReplayStats(
         startup=startup.index,
@@ -109,24 +151,23 @@ def replay_stats(startup: Startup) -> ReplayStats | None:
         replayed=hits,
         eager=misses,
         hit_rate=hits / (hits + misses) if hits + misses else None,
-        padded_share=_padding(replayed),
+        padded_share=_padding(replayed) if whole else None,
         new_tokens=stats.new_tokens,
         cached_tokens=stats.cached_tokens,
         eager_by_reason=reasons,
-        unused_buckets=tuple(bucket for bucket in ladder if bucket not in used) if ladder and hits else None,
+        unused_buckets=tuple(bucket for bucket in ladder or () if bucket not in used) if whole and hits else None,
         rows=tuple(rows),
     )
 
 
-def _reason(tokens: int, bucket: int | None, ladder: tuple[int, ...] | None, captured: bool, startup: Startup) -> str:
-    if not captured:
-        # A log that begins after the captures has not shown that there were none.
-        return "no_graph" if any(each.skip for each in startup.captures) or startup.disables else "unknown"
+def _reason(tokens: int, bucket: int | None, ladder: tuple[int, ...] | None, factor: int | None) -> str:
+    if tokens < 1:
+        return "empty"
     if not ladder:
         return "unknown"
     if bucket is None:
         return "too_long"
-    return "too_short" if exceeds_replay_limit(bucket, tokens, REPLAY_LIMIT_FACTOR) else "other"
+    return "too_short" if exceeds_replay_limit(bucket, tokens, factor) else "other"
 
 
 def _padding(replayed: list[LengthRow]) -> float | None:

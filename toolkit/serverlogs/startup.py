@@ -271,7 +271,8 @@ class PrefillStats:
         before_ready: see `batches`.
         lengths: by (new tokens, whether a graph was replayed; None in builds that do not say). Lengths beyond
             `MOST_LENGTHS` different ones are counted in `not_kept` instead.
-        first_line: of the first batch by the same True, False or None.
+        by_graph: all batches by the same True, False or None.
+        first_line: of the first of each.
         new_tokens: their sum; `cached_tokens` of those found in the prefix cache.
         cached_tokens: see `new_tokens`.
         not_kept: batches that are in none of `lengths`.
@@ -280,14 +281,15 @@ class PrefillStats:
     batches: int = 0
     before_ready: int = 0
     lengths: dict[tuple[int, bool | None], LengthCount] = field(default_factory=dict)
+    by_graph: dict[bool | None, int] = field(default_factory=dict)
     first_line: dict[bool | None, int] = field(default_factory=dict)
     new_tokens: int = 0
     cached_tokens: int = 0
     not_kept: int = 0
 
     def count(self, graph: bool | None) -> int:
-        """Batches that replayed a graph (True), ran eager (False) or did not say (None), of those in `lengths`."""
-        return sum(each.batches for (_, kind), each in self.lengths.items() if kind is graph)
+        """All batches that replayed a graph (True), ran eager (False) or did not say (None)."""
+        return self.by_graph.get(graph, 0)
 
 
 @dataclass(slots=True)

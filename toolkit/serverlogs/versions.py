@@ -24,6 +24,20 @@ def possible_versions(startups: Sequence[Startup]) -> tuple[str, ...]:
     return VERSIONS[least - _FIRST : most - _FIRST + 1]
 
 
+def replay_limit_factor(startup: Startup, version: str | None = None) -> int | None:
+    """How many times its tokens a bucket may be for a replay; None where the release has no such rule.
+
+    Where the release is not known and only some that can have written the log have the rule, theirs.
+    """
+    from toolkit.memory.release import get_release
+
+    if _is_older(startup):
+        return None
+    releases = (version,) if version in VERSIONS else possible_versions([startup]) or VERSIONS
+    factors = [get_release(each).replay_limit_factor for each in releases]
+    return max((factor for factor in factors if factor is not None), default=None)
+
+
 def with_rule(cause: str) -> tuple[str, ...]:
     """Releases whose breakable backend has a config rule of that name; empty when it is unknown."""
     return tuple(version for version in VERSIONS if cause in _names_of_rules(version))
@@ -37,8 +51,8 @@ def _names_of_rules(version: str) -> frozenset[str]:
 
 
 def _is_older(startup: Startup) -> bool:
-    begins = [capture.begin for capture in startup.captures if capture.begin is not None]
-    return any(begin.wording == "old" for begin in begins)
+    said = [capture.begin or capture.end for capture in startup.captures]
+    return any(line.wording == "old" for line in said if line is not None)
 
 
 def _bounds(startup: Startup) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -20,6 +21,8 @@ from toolkit.serverlogs.versions import VERSIONS
 from toolkit.views.frames import NA
 from toolkit.views.tables import count, plain
 
+_FOR_NAMES, _LEAST_NAME = 46, 12
+"""Characters of 80 that a comparison has for the names of its logs, and the least for each."""
 _SHOWN_ROWS, _SHOWN_BUCKETS, _SHOWN_LINES = 16, 10, 6
 
 
@@ -49,12 +52,23 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
         parts += [*diagnosis_view(diagnosis), plain("")]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
+    width = max(_LEAST_NAME, _FOR_NAMES // len(comparison.diagnoses) - 2)
     for diagnosis in comparison.diagnoses:
-        table.add_column(plain(diagnosis.source), justify="right", overflow="fold")
+        table.add_column(_broken(_wrapped(diagnosis.source, width)), justify="right", overflow="fold")
     for key in comparison.rows[0]:
         if key != "source":
             table.add_row(_NAMES.get(key) or _named(key), *(plain(_compared(key, row[key])) for row in comparison.rows))
     return [*parts, table, *_findings(comparison.findings, nothing="")]
+
+
+def _wrapped(name: str, width: int) -> str:
+    """A name of a file on lines of `width`, broken behind its separators, so that no word of it is cut."""
+    lines = [""]
+    for part in re.findall(r"[^/_. -]*[/_. -]|[^/_. -]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _head(diagnosis: Diagnosis) -> Iterator[str]:
@@ -228,6 +242,7 @@ _NAMES = {
     "prefill_gib": "prefill graph: usage (GiB)",
     "peak_need_gib": "prefill graph: peak need (GiB)",
     "prefill_s": "prefill graph: capture (s)",
+    "all_graphs_gib": "all graphs: usage (GiB)",
     "captures_s": "all captures (s)",
     "hit_rate": "prefills replayed",
     "findings": "findings above info",

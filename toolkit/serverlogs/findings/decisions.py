@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.serverlogs.events import DisableLine
+from toolkit.serverlogs.chosen import resolved_off
+from toolkit.serverlogs.events import DisableLine, GateLine
 from toolkit.serverlogs.findings.facts import Facts, between, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.findings.guards import guard_of
+from toolkit.serverlogs.findings.guards import EVERY_BACKEND, guard_of
+from toolkit.serverlogs.replay import decode_captures, silently_without_graph
 from toolkit.serverlogs.versions import with_rule
 
 _GATE = "https://github.com/sgl-project/sglang/pull/31204"
@@ -20,10 +22,14 @@ _BYPASSED = ("breakable_rule", "pipeline_parallel", "trtllm_mla")
 
 
 def gate_skipped(facts: Facts) -> Iterator[Finding]:
-    """The memory gate of 0.5.16 and 0.5.17 skipped an automatic prefill graph."""
-    gates = facts.startup.gates
-    if not gates:
-        return
+    """The memory gate of 0.5.16 and 0.5.17 skipped an automatic prefill graph, the target's or the draft model's."""
+    for role in ("target", "draft"):
+        gates = [each.skip for each in facts.startup.captures if each.role == role and isinstance(each.skip, GateLine)]
+        if gates:
+            yield _skipped_by_the_gate(facts, gates, role)
+
+
+def _skipped_by_the_gate(facts: Facts, gates: list[GateLine], role: str) -> Finding:
     free = [gate.free_gib for gate in gates if gate.free_gib is not None]
     limit = next((gate.limit_gib for gate in gates if gate.limit_gib is not None), 4.0)
     ranks = [gate.rank.label for gate in gates]
@@ -32,15 +38,26 @@ def gate_skipped(facts: Facts) -> Iterator[Finding]:
     version = "; only SGLang 0.5.16 and 0.5.17 have this gate"
     if facts.version is not None and facts.version not in _GATED:
         version += f", so this log is not of {facts.version}"
-    yield Finding(
+    draft = role == "draft"
+    whose, result = ("draft model's ", "its prefills run eager") if draft else ("", "every prefill runs eager")
+    return Finding(
         "GATE_SKIPPED",
-        "warning",
-        f"The memory gate skipped the prefill graph{of_ranks(ranks)} {had}: every prefill runs eager{version}.",
+        "info" if draft else "warning",
+        f"The memory gate skipped the {whose}prefill graph{of_ranks(ranks)} {had}: {result}{version}.",
         tuple(gate.line for gate in gates),
-        f"Name a backend ({_NAME_IT}) to override the gate, or use 0.5.18 or later, which has none ({_NO_GATE}). "
-        "Look at the forecast first: on this little memory the capture itself may fail.",
+        _past_the_gate(facts),
         _GATE,
         labels(ranks),
+    )
+
+
+def _past_the_gate(facts: Facts) -> str:
+    ways = f"Name a backend ({_NAME_IT}) to override the gate, or use"
+    if facts.explicit_backend is not None:
+        ways = "Compare the arguments: the gate spares a backend that is named, as these name one. Or use"
+    return (
+        f"{ways} 0.5.18 or later, which has none ({_NO_GATE}). "
+        "Look at the forecast first: on this little memory the capture itself may fail."
     )
 
 
@@ -48,7 +65,7 @@ def disabled_by_rule(facts: Facts) -> Iterator[Finding]:
     """A rule of the configuration, or a check at run time, turned the prefill graph off."""
     for lines in _by_cause(facts.startup.disables):
         first = lines[0]
-        if facts.explicit_backend is not None and first.code not in _BYPASSED:
+        if _against_the_choice(first, facts):
             continue  # EXPLICIT_BACKEND_IGNORED says it
         ranks = [line.rank.label for line in lines if line.rank.named]
         where = of_ranks(ranks)
@@ -61,8 +78,14 @@ def disabled_by_rule(facts: Facts) -> Iterator[Finding]:
             None,
             labels(ranks),
         )
-    yield from _only_an_echo(facts)
+    if facts.explicit_backend is None:
+        yield from _in_the_configuration(facts)
     yield from _vllm_eager(facts)
+
+
+def _against_the_choice(line: DisableLine, facts: Facts) -> bool:
+    """Whether a line turned off what was named: a backend named is the target's, and a flag is no check."""
+    return facts.explicit_backend is not None and line.role != "draft" and line.code != "flag"
 
 
 def _vllm_eager(facts: Facts) -> Iterator[Finding]:
@@ -94,7 +117,8 @@ def _rule(line: DisableLine) -> str:
         return f"a default for {line.cause}; naming a backend skips it"
     if line.code == "flag":
         return f"by hand, {line.cause}"
-    return f"{line.cause}; naming a backend does not skip this check"
+    guard = guard_of(line.words)
+    return f"{line.cause}; {guard.reach if guard is not None else EVERY_BACKEND}"
 
 
 def _releases(line: DisableLine, facts: Facts) -> str:
@@ -123,93 +147,162 @@ def _echoes(facts: Facts, lines: list[DisableLine]) -> list[DisableLine]:
     return [line for line in facts.startup.disables if line.code == "echo"]
 
 
-def _only_an_echo(facts: Facts) -> Iterator[Finding]:
-    """`resolved prefill.backend='disabled'` without any line that says why."""
-    echoes = [line for line in facts.startup.disables if line.code == "echo"]
-    if not echoes or any(line.code in _CAUSES for line in facts.startup.disables):
+def _in_the_configuration(facts: Facts) -> Iterator[Finding]:
+    """`resolved prefill.backend='disabled'`, or arguments that say so, without any line that says why."""
+    echoes = _unexplained_echoes(facts)
+    lines = [echo.line for echo in echoes]
+    if not lines:
+        lines = _arguments_that_say_off(facts)
+    if not lines:
         return
     ranks = [line.rank.label for line in echoes]
-    words = {each.begin.word for each in facts.startup.captures if each.begin is not None} - {"CUDA"}
-    flag, device = facts.switched_off, min(words, default=None)
-    if flag is not None:
-        why, advice = f"by hand, {flag}", "Leave the flag out to have the graph."
-    elif device is not None:
-        why = f"the device is {device}, not CUDA, where releases turn it off by default without a word"
-        advice = f"Nothing is wrong: prefill graphs are for CUDA. {_NAME_IT} is untested on {device}."
-    else:
-        why = "the log only echoes prefill.backend='disabled', as silent rules do"
-        advice = (
-            "Look at the lines before this log begins and at the arguments: the tc_piecewise rules (DP attention, "
-            "torch.compile, PP, LoRA, GGUF, offload, deterministic, PD roles, ...) print nothing of their own. "
-            f"Naming a backend ({_NAME_IT}) skips them."
-        )
+    severity, why, advice = _why_configured(facts, "log only echoes" if echoes else "arguments only say")
     yield Finding(
         "DISABLED_BY_RULE",
-        "info" if flag is not None or device is not None else "warning",
+        severity,
         f"The prefill graph was turned off in the configuration{of_ranks(ranks)}: {why}.",
-        tuple(line.line for line in echoes),
+        tuple(lines),
         advice,
         None,
         labels(ranks),
     )
 
 
+def _unexplained_echoes(facts: Facts) -> list[DisableLine]:
+    """The echoes of a target for which no line says the cause."""
+    of_target = [line for line in facts.startup.disables if line.role != "draft"]
+    return [] if any(line.code != "echo" for line in of_target) else of_target
+
+
+def _arguments_that_say_off(facts: Facts) -> list[int]:
+    """The line of the arguments, where they are all that says that there is no prefill graph."""
+    startup = facts.startup
+    if startup.start is None or not resolved_off(startup) or startup.prefills.count(True):
+        return []
+    disabled = any(line.role != "draft" for line in startup.disables)
+    told = disabled or any(each.phase == "prefill" and each.role == "target" for each in startup.captures)
+    return [] if told else [startup.start.line]
+
+
+def _why_configured(facts: Facts, shown: str) -> tuple[str, str, str]:
+    """Severity, cause and advice of a graph that the configuration resolved to none without saying why."""
+    if facts.switched_off is not None:
+        return "info", f"by hand, {facts.switched_off}", "Leave the flag out to have the graph."
+    quiet = _quiet_rule(facts)
+    if quiet is not None:
+        return "info", *quiet
+    advice = (
+        "Look at the lines before this log begins and at the arguments: the tc_piecewise rules (DP attention, "
+        "torch.compile, PP, LoRA, GGUF, offload, deterministic, PD roles, ...) print nothing of their own. "
+        f"Naming a backend ({_NAME_IT}) skips them."
+    )
+    return "warning", f"the {shown} prefill.backend='disabled', as silent rules do", advice
+
+
+def _quiet_rule(facts: Facts) -> tuple[str, str] | None:
+    """Cause and advice where a default prints nothing: a device other than CUDA, or a disaggregated role."""
+    device, role = _other_device(facts), facts.argument("disaggregation_mode")
+    if device is not None:
+        who = "0.5.22 and later" if device == "MUSA" else "releases"
+        why = f"the device is {device}, not CUDA, where {who} turn it off by default without a word"
+        return why, f"Nothing is wrong: prefill graphs are for CUDA. {_NAME_IT} is untested on {device}."
+    if role in ("decode", "prefill"):
+        why = f"the {role} role of a disaggregated server turns it off silently"
+        return why, f"Nothing, unless this server is to prefill; then name a backend ({_NAME_IT})."
+    return None
+
+
+def _other_device(facts: Facts) -> str | None:
+    """The device that is not CUDA, as the words of captures or the arguments name it."""
+    words = {each.begin.word for each in facts.startup.captures if each.begin is not None}
+    device = facts.argument("device")
+    if isinstance(device, str) and device.isalpha():
+        words.add(device.upper())
+    return min(words - {"CUDA"}, default=None)
+
+
 def explicit_backend_ignored(facts: Facts) -> Iterator[Finding]:
-    """A prefill backend was named, and a check that naming does not skip turned the graph off all the same."""
-    asked = facts.explicit_backend
-    if asked is None or facts.startup.start is None:
+    """A prefill backend was named, and the graph was turned off all the same."""
+    asked, start = facts.explicit_backend, facts.startup.start
+    if asked is None or start is None:
         return
-    for lines in _by_cause(facts.startup.disables):
+    found = [lines for lines in _by_cause(facts.startup.disables) if _against_the_choice(lines[0], facts)]
+    for lines in found:
         first = lines[0]
-        if first.code in _BYPASSED or first.code == "flag" or first.role == "draft":
-            continue
         ranks = [line.rank.label for line in lines if line.rank.named]
-        yield Finding(
-            "EXPLICIT_BACKEND_IGNORED",
-            "warning",
-            f"The backend {asked} was named, yet the prefill graph is off{of_ranks(ranks)}: {first.cause}.",
-            (facts.startup.start.line, *(line.line for line in lines)),
-            f"Such checks hold for named backends too. {_what_to_do(first)}",
-            None,
-            labels(ranks),
+        every = (start.line, *(line.line for line in (*lines, *_echoes(facts, lines))))
+        yield _ignored(asked, first.cause, every, _although_named(first), ranks)
+    echoes = _unexplained_echoes(facts)
+    told = [echo.line for echo in echoes] or _arguments_that_say_off(facts)
+    if not found and told:
+        ranks = [echo.rank.label for echo in echoes]
+        why = "the configuration resolved it to disabled, and no line says why"
+        yield _ignored(asked, why, (start.line, *told), _LOOK_AT_THE_CONFIG, ranks)
+
+
+_LOOK_AT_THE_CONFIG = (
+    "Look for a prefill backend in the JSON of the graph configuration, which goes before the flag, and at the lines "
+    "before this log begins: torch native attention, DeepEP in normal mode, --enable-mis and a tensor dump hold for "
+    "named backends too."
+)
+
+
+def _ignored(asked: str, why: str, lines: tuple[int, ...], advice: str, ranks: list[str]) -> Finding:
+    return Finding(
+        "EXPLICIT_BACKEND_IGNORED",
+        "warning",
+        f"The backend {asked} was named, yet the prefill graph is off{of_ranks(ranks)}: {why}.",
+        lines,
+        advice,
+        None,
+        labels(ranks),
+    )
+
+
+def _although_named(line: DisableLine) -> str:
+    """What to do about a line that turned off a backend that was named."""
+    if line.code in _BYPASSED:
+        return (
+            "SGLang 0.5.15 to 0.5.23 skip this rule when a backend is named: another build wrote this log, or the "
+            "arguments are of another server. Compare the versions."
         )
+    guard = guard_of(line.words)
+    general = guard is None or guard.reach == EVERY_BACKEND
+    return f"{'Such checks hold for named backends too. ' if general else ''}{_what_to_do(line)}"
 
 
 def no_prefill_capture_unexplained(facts: Facts) -> Iterator[Finding]:
     """The server came up (or captured decode graphs after that point) without a prefill graph and without a word."""
     startup = facts.startup
-    if startup.engine != "sglang" or startup.gates or startup.disables:
-        return
-    if any(each.phase == "prefill" and each.role == "target" for each in startup.captures):
-        return
-    decodes = [each for each in startup.captures if each.phase in ("decode", "verify") and each.end is not None]
-    replayed = startup.prefills.count(True)
-    # A log that begins late does not show what came before: only begin lines of a new build do.
-    if replayed or not decodes or not startup.limits or any(each.begin is None for each in decodes):
-        return
+    if startup.engine != "sglang" or not silently_without_graph(startup) or resolved_off(startup):
+        return  # where the arguments say so, DISABLED_BY_RULE does
+    decodes = decode_captures(startup)
     if any(each.begin is not None and each.begin.wording == "old" for each in decodes):
         severity, why = "info", "builds of that time captured prefill graphs only with --enable-piecewise-cuda-graph"
         advice = "Use a newer release, which captures them by default."
     else:
         severity, why, advice = _silent(facts)
-    flag = facts.switched_off
-    if flag is not None:
-        severity, why, advice = "info", f"asked for by {flag}", "Leave the flag out to have the graph."
+    what = "Decode graphs were captured, a prefill graph was not"
+    if not decodes:
+        what = "The server came up without a prefill graph and without decode graphs"
+    lines = tuple(each.begin.line for each in decodes if each.begin is not None)[:8]
     yield Finding(
         "NO_PREFILL_CAPTURE_UNEXPLAINED",
         severity,
-        f"Decode graphs were captured, a prefill graph was not, and no line says why: {why}.",
-        tuple(each.begin.line for each in decodes if each.begin is not None)[:8],
+        f"{what}, and no line says why: {why}.",
+        lines or tuple(limits.line for limits in startup.limits[:1]),
         advice,
     )
 
 
 def _silent(facts: Facts) -> tuple[str, str, str]:
-    """Severity, cause and advice where a rule prints nothing: the role of a disaggregated server, or not known."""
-    role = facts.argument("disaggregation_mode")
-    if role in ("decode", "prefill"):
-        why = f"the {role} role of a disaggregated server turns it off silently"
-        return "info", why, f"Nothing, unless this server is to prefill; then name a backend ({_NAME_IT})."
+    """Severity, cause and advice where a rule prints nothing: a known default, or not known."""
+    if facts.explicit_backend is not None:
+        why = f"the backend {facts.explicit_backend} was named, which skips the rules that print nothing"
+        return "warning", why, "Look for the line in the whole log: what stops a named backend prints one."
+    quiet = _quiet_rule(facts)
+    if quiet is not None:
+        return "info", *quiet
     shown = "" if facts.startup.start is not None else "; the arguments are not in this log"
     why = f"rules that print nothing are PD roles and, on tc_piecewise, about twenty features{shown}"
     return "warning", why, f"Name a backend ({_NAME_IT}): what then stops it prints a line."

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from toolkit.serverlogs import chosen
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.finding import Finding
@@ -13,6 +14,7 @@ from toolkit.serverlogs.findings.room import ForecastRoom
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.replay import ReplayStats
 from toolkit.serverlogs.startup import Capture, Startup
+from toolkit.settings import MAX_BUCKET_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,17 @@ class Facts:
 
     def argument(self, name: str) -> Value:
         """A server argument as printed; None when the log does not have it."""
-        return self.startup.start.values.get(name) if self.startup.start else None
+        return chosen.argument(self.startup, name)
 
     @property
     def explicit_backend(self) -> str | None:
         """The prefill backend chosen by hand, as far as printed arguments show."""
-        asked = self.argument("cuda_graph_backend_prefill")
-        return asked if isinstance(asked, str) and asked not in ("disabled", "auto") else None
+        return chosen.explicit_backend(self.startup)
 
     @property
     def switched_off(self) -> str | None:
         """The flag that turned the prefill graph off by hand, as far as printed arguments show."""
-        for name in ("disable_cuda_graph", "disable_prefill_cuda_graph", "disable_piecewise_cuda_graph"):
-            if self.argument(name) is True:
-                return f"--{name.replace('_', '-')}"
-        off = self.argument("cuda_graph_backend_prefill") == "disabled"
-        return "--cuda-graph-backend-prefill=disabled" if off else None
+        return chosen.switched_off(self.startup)
 
     @property
     def flags(self) -> dict[str, str]:
@@ -71,10 +68,11 @@ class Facts:
 
     @property
     def chunk(self) -> int | None:
-        """chunked_prefill_size: of the line of limits, else of the arguments; None when unknown or off."""
+        """chunked_prefill_size: of the line of limits, else of the arguments; None when unknown, off or no size."""
         printed = [each.chunked_prefill_size for each in self.startup.limits if each.chunked_prefill_size is not None]
         value: Value = printed[0] if printed else self.argument("chunked_prefill_size")
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return value if isinstance(value, int) and whole and 0 < value <= MAX_BUCKET_TOKENS else None
 
     def ledger_of(self, rank: str) -> RankLedger | None:
         """The memory of one rank."""

@@ -1,23 +1,28 @@
 """Checks at run time that print why there is no prefill graph: words -> which one, and what can be done about it.
 
-Order and words: SGLang 0.5.15 to 0.5.23, executed (tests/data/rules has what each release prints). No check here is
-skipped by naming a backend; one of them concerns only some backends.
+Order and words: SGLang 0.5.15 to 0.5.23, executed (tests/data/rules has what each release prints). Naming a backend
+skips none of them as such, but two do not concern every backend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+EVERY_BACKEND = "naming a backend does not skip this check"
 _NOTHING = "Nothing to set: this release cannot capture this model. Plan for eager prefill."
 
 
 @dataclass(frozen=True, slots=True)
 class GuardWords:
-    """A check by the words it prints. `code` is its name in the rules of a release, None where it has none there."""
+    """A check by the words it prints.
+
+    `code` is its name in the rules of a release, None where it has none there; `reach` says which backends it is for.
+    """
 
     words: str
     code: str | None
     advice: str
+    reach: str = EVERY_BACKEND
 
 
 GUARD_WORDS = (
@@ -25,6 +30,7 @@ GUARD_WORDS = (
         "EAGLE target on tc_piecewise",
         "eagle_target",
         "The check spares breakable: --cuda-graph-backend-prefill=breakable keeps the graph with EAGLE.",
+        "of the backends it is for tc_piecewise, up to 0.5.18 also full, and not for breakable",
     ),
     GuardWords(
         "LoRA configuration",
@@ -37,6 +43,7 @@ GUARD_WORDS = (
         "prefill context parallelism",
         None,
         "Run without pipeline parallelism or without prefill context parallelism.",
+        "it is a check of the breakable backend alone",
     ),
     GuardWords(
         "no configured capture size fits",

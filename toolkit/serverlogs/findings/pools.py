@@ -9,6 +9,7 @@ from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings.facts import Facts, gib
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger, tightest
+from toolkit.serverlogs.replay import without_graph
 
 _LEAST_FREED_GIB = 0.1
 
@@ -26,9 +27,10 @@ def kv_unchanged(one: Facts, other: Facts, where: str) -> Iterator[Finding]:
         return
     larger, smaller = sorted((pair[0], pair[1]), key=lambda found: -(found[0].n_buckets or 0))
     (many, full), (few, trimmed) = larger, smaller
-    fractions = {facts.argument("mem_fraction_static") for facts in (one, other)} - {None}
-    trimmed_ladder = (few.n_buckets or 0) < (many.n_buckets or 0)
-    if len(fractions) > 1 or not trimmed_ladder or full.kv_cache_tokens != trimmed.kv_cache_tokens:
+    fractions = [facts.argument("mem_fraction_static") for facts in (one, other)]
+    if None in fractions or fractions[0] != fractions[1]:
+        return  # nothing shows that the fraction was fixed
+    if (few.n_buckets or 0) >= (many.n_buckets or 0) or full.kv_cache_tokens != trimmed.kv_cache_tokens:
         return
     pinned = one.argument("max_total_tokens") is not None or other.argument("max_total_tokens") is not None
     if (
@@ -48,7 +50,7 @@ def kv_unchanged(one: Facts, other: Facts, where: str) -> Iterator[Finding]:
         f"Between {where} the ladder went from {many.n_buckets} to {few.n_buckets} buckets and {gib(freed)} more stay "
         f"free, but the KV cache has {trimmed.kv_cache_tokens:,} tokens in both: it is sized before the graphs.",
         tuple(sorted({*many.lines[:1], *few.lines[:1]})),
-        _raise_fraction(freed, fractions, trimmed),
+        _raise_fraction(freed, fractions[0], trimmed),
     )
 
 
@@ -68,12 +70,11 @@ def _shape(facts: Facts) -> tuple[CaptureReport, RankLedger] | None:
     return captured[0], ledger
 
 
-def _raise_fraction(freed: float, fractions: set[Value], ledger: RankLedger) -> str:
+def _raise_fraction(freed: float, old: Value, ledger: RankLedger) -> str:
     usable = 0.9 * freed
     if ledger.baseline_gib is None:
         return "Raise mem_fraction_static to get it back; by how much is n/a without a `Load weight begin` line."
     step = usable / ledger.baseline_gib
-    old = next(iter(fractions), None)
     tokens = ""
     if ledger.kv_cache_gib and ledger.kv_cache_tokens:
         tokens = f", about {usable / ledger.kv_cache_gib * ledger.kv_cache_tokens:,.0f} tokens more"
@@ -112,7 +113,7 @@ def _why_off(facts: Facts) -> Iterator[str]:
         yield "the model has MLA attention"
     if facts.argument("enable_memory_saver") is True:
         yield "the memory saver is on"
-    if facts.startup.gates or facts.startup.disables or any(each.outcome == "skipped" for each in prefill):
+    if without_graph(facts.startup):
         yield "the prefill graph is off"
     if facts.argument("disable_cuda_graph") is True or facts.argument("disable_decode_cuda_graph") is True:
         yield "the decode graph is off"

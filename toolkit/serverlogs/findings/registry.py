@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from toolkit.serverlogs.capture_report import capture_reports
-from toolkit.serverlogs.findings import decisions, ends, estimates, memory, pools, readings, traffic
+from toolkit.serverlogs.findings import ceiling, decisions, ends, estimates, memory, pools, readings, traffic
 from toolkit.serverlogs.findings.facts import Check, Facts
 from toolkit.serverlogs.findings.finding import Finding, in_order
 from toolkit.serverlogs.findings.room import ForecastRoom
@@ -33,7 +33,7 @@ FINDINGS: Mapping[str, Check] = MappingProxyType(
         "NEGATIVE_USAGE": readings.negative_usage,
         "OTHER_PROCESS_ON_GPU": readings.other_process_on_gpu,
         "RANK_SKEW": readings.rank_skew,
-        "CEILING_BELOW_CHUNK": traffic.ceiling_below_chunk,
+        "CEILING_BELOW_CHUNK": ceiling.ceiling_below_chunk,
         "LADDER_UNUSED": traffic.ladder_unused,
         "EAGER_PREFILLS": traffic.eager_prefills,
         "ESTIMATE_MISS": estimates.estimate_miss,
@@ -85,7 +85,7 @@ def facts_of(
         startup,
         tuple(capture_reports(startup)),
         tuple(rank_ledgers(startup)),
-        replay_stats(startup),
+        replay_stats(startup, version),
         version,
         previous,
         followed,

@@ -1,57 +1,23 @@
-"""What prefills made of the ladder: eager ones and why, buckets nobody used, a ceiling under the chunk."""
+"""What prefills made of the ladder: eager ones and why, and buckets nobody used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.ladder import generate_prefill_buckets
+from toolkit.ladder import ceiling_for
 from toolkit.serverlogs.findings.facts import Facts, gib
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import first_prefill
 from toolkit.serverlogs.replay import REASONS, LengthRow, ReplayStats
+from toolkit.settings import MAX_BUCKET_TOKENS
 
 _ENOUGH_TO_JUDGE, _ENOUGH_FOR_UNUSED = 20, 200
 _LARGE_SHARE, _UNUSED_SHARE = 0.1, 0.1
-_LEAST_CHUNK = 1024
 _SOURCES = {
     "too_short": "https://github.com/sgl-project/sglang/pull/31487",
     "too_long": "https://github.com/sgl-project/sglang-omni/pull/1398",
 }
 _FROM_TRAFFIC = "https://github.com/sgl-project/sglang-omni/pull/1900"
-
-
-def ceiling_below_chunk(facts: Facts) -> Iterator[Finding]:
-    """Chunks longer than the largest bucket run eager: their activations need memory beside the graphs."""
-    report = next(
-        (each for each in facts.captures if each.phase == "prefill" and each.role == "target" and each.buckets), None
-    )
-    if report is None or not report.buckets or facts.chunk is None or report.outcome == "skipped":
-        return
-    largest, chunk = report.buckets[-1], facts.chunk
-    if largest >= chunk:
-        return
-    lines = [*report.lines[:1], *(limits.line for limits in facts.startup.limits[:1])]
-    if facts.mla:
-        why, severity = "SGLang fixes it for MLA models (2048 up to 0.5.22)", "info"
-    elif largest == max(generate_prefill_buckets(chunk), default=0):
-        why, severity = f"{chunk} is no step of the ladder", "info"
-    else:
-        why, severity = "it was set, or lowered by the model or its configuration", "warning"
-    yield Finding(
-        "CEILING_BELOW_CHUNK",
-        severity,
-        f"The largest bucket, {largest} tokens, is under the chunk of {chunk}: longer chunks run eager, and their "
-        f"memory is needed beside the graphs; {why}.",
-        tuple(lines),
-        _one_step(facts, largest, chunk),
-    )
-
-
-def _one_step(facts: Facts, largest: int, chunk: int) -> str:
-    """Ceiling and chunk on one step of the ladder; a chunk of a few tokens is no advice."""
-    ways = [f"{facts.flags['prefill']} {chunk}"] if chunk in generate_prefill_buckets(chunk) else []
-    ways += [f"chunked_prefill_size {largest}"] if largest >= _LEAST_CHUNK or not ways else []
-    return f"Set both to one step of the ladder: {' or '.join(ways)}."
 
 
 def ladder_unused(facts: Facts) -> Iterator[Finding]:
@@ -92,7 +58,7 @@ def eager_prefills(facts: Facts) -> Iterator[Finding]:
         return
     told = stats.replayed + stats.eager
     share = stats.eager / told
-    only_known = set(stats.eager_by_reason) <= {"no_graph"}
+    only_known = set(stats.eager_by_reason) <= {"no_graph", "empty"}
     serious = share >= _LARGE_SHARE and told >= _ENOUGH_TO_JUDGE and not only_known
     parts = [f"{count:,} {REASONS[reason]}" for reason, count in _by_count(stats)]
     rows = [row for row in stats.rows if row.graph is False]
@@ -114,15 +80,34 @@ def _advice(facts: Facts, stats: ReplayStats, rows: list[LengthRow]) -> str:
     reason, flags = _by_count(stats)[0][0], facts.flags
     lengths = [row.tokens for row in rows if row.reason == reason]
     if reason == "too_long":
-        chunk = f" (the chunk is {facts.chunk})" if facts.chunk is not None else ""
-        return (
-            f"Raise the ceiling ({flags['prefill']}) to at least {max(lengths)} tokens{chunk}; a plan says if it fits."
-        )
+        return _raise_ceiling(facts, max(lengths))
     if reason == "too_short":
         start = f"add buckets from {min(lengths)} tokens on ({flags['buckets']})"
         return f"Harmless if rare. If not, {start}: each costs little memory."
-    if reason == "other":
-        return "Look at cached prefixes, images, logprobs and hidden states: they can keep a prefill out of the graphs."
-    if reason == "no_graph":
-        return "See the finding that says why there is no prefill graph."
+    return _shown_buckets(facts) if reason == "unknown" else _ADVICE[reason]
+
+
+_ADVICE = {
+    "other": "Look at cached prefixes, images, logprobs and hidden states: they can keep a prefill out of the graphs.",
+    "no_graph": "See the finding that says why there is no prefill graph.",
+    "empty": "Nothing: a batch without a token has nothing to replay.",
+    "not_kept": "Give a part of the log, with fewer lengths.",
+}
+
+
+def _raise_ceiling(facts: Facts, longest: int) -> str:
+    """The ceiling is a bucket only where it lies on the ladder, so the next step is what holds the longest prefill."""
+    if longest > MAX_BUCKET_TOKENS:
+        return f"No ladder reaches {longest:,} tokens: set a chunk."
+    chunk = f"; the chunk is {facts.chunk}" if facts.chunk is not None else ""
+    flag, ceiling = facts.flags["prefill"], ceiling_for(longest)
+    return (
+        f"Raise the ceiling ({flag}) to at least {ceiling} tokens, the first step of the ladder that holds {longest} "
+        f"tokens{chunk}; a plan says if it fits."
+    )
+
+
+def _shown_buckets(facts: Facts) -> str:
+    if first_prefill(facts.startup) is not None:
+        return "Give the lines of the prefill capture whole: they list the buckets."
     return "Give the log from the start of the server: its capture lines show the buckets."
