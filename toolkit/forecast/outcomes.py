@@ -58,6 +58,11 @@ class PolicyOutcome:
     trimmed: tuple[int, ...] = ()
     starved_gib: float = 0.0
 
+    @property
+    def certain(self) -> bool | None:
+        """Whether a capture that succeeds by the middle does so at both ends too; None where there is none."""
+        return not self.tight if self.outcome == "captured" else None
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
