@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -42,6 +43,16 @@ def test_a_need_that_lacks_memory_is_in_headline_ledger_table_and_advice() -> No
     assert starved["ungated"] == pytest.approx(0.70, abs=0.01) and starved["budgeted"] == 0
 
 
+def test_what_a_server_lacks_that_does_not_start_is_not_known() -> None:
+    plan = toolkit.plan(free_memory_gib=1.0, post_capture_gib=1.0, policy="ungated")
+    assert plan.policies["ungated"].outcome == "oom"
+    assert (
+        plan.policies_frame["starved_gib"].isna().all() and plan.to_dict()["policies"]["ungated"]["starved_gib"] is None
+    )
+    row = next(line for line in shown(plan).splitlines() if line.startswith(" ungated"))
+    assert row.count("n/a") == 3  # runner, free after, lacks
+
+
 def test_a_need_that_fits_is_a_line_of_the_ledger_and_nothing_declared_is_none() -> None:
     plan = toolkit.plan(mem_fraction=0.9, post_capture_gib=1.0)
     assert "lacks" not in plan.summary and not any("comes later" in line for line in plan.advice)
@@ -57,11 +68,12 @@ def test_certainty_is_in_the_frame_and_in_json() -> None:
     frame = plan.policies_frame.set_index("policy")
     for name, one in plan.policies.items():
         certain = frame.loc[name, "certain"]
-        assert certain == plan.to_dict()["policies"][name]["certain"]
-        word = f"{one.outcome}, uncertain" if certain is False else one.outcome
+        in_json = plan.to_dict()["policies"][name]["certain"]
+        assert in_json is None if certain is pd.NA else certain == in_json
+        word = f"{one.outcome}, uncertain" if in_json is False else one.outcome
         assert any(line.startswith(f" {name} ") and f" {word} " in line for line in shown(plan).splitlines())
-    assert frame.loc["ungated", "certain"] is False
-    assert frame.loc["gated", "certain"] is None  # 3.8 GiB free: skipped
+    assert not frame.loc["ungated", "certain"]
+    assert frame.loc["gated", "certain"] is pd.NA  # 3.8 GiB free: skipped
     assert any(line.startswith("uncertain: the prefill capture") for line in plan.notes)
 
 

@@ -161,7 +161,7 @@ class Plan:
         `outcome`, `runner`, number of buckets `captured`, `free_after_gib` (after the prefill graphs, before decode
         graphs and anything else that comes later), `kv_cache_tokens`, `reason`; `certain` says of a capture whether it
         fits at both ends of its own range and of what is free (missing where there is no capture), `starved_gib` what
-        decode graphs and declared needs lack by their middle.
+        decode graphs and declared needs lack by their middle (missing where the server does not start).
         """
         import pandas as pd
 
@@ -179,11 +179,12 @@ class Plan:
                 one.kv_cache_tokens,
                 one.reason,
                 one.certain,
-                one.starved_gib,
+                one.lacks_gib,
             )
             for name, one in self.policies.items()
         ]
-        return pd.DataFrame(rows, columns=columns).astype({"free_after_gib": "float64"})
+        dtypes = {"free_after_gib": "float64", "certain": "boolean", "starved_gib": "float64"}
+        return pd.DataFrame(rows, columns=columns).astype(dtypes)
 
     def to_dict(self) -> dict[str, Any]:
         """What `prefill-lab plan --json` prints."""

@@ -145,7 +145,7 @@ def _policy(plan: Plan, name: str) -> dict[str, Any]:
         "oom_bucket": one.oom_bucket,
         "log_line": one.log_line,
         "trimmed": list(one.trimmed),
-        "starved_gib": _gib(one.starved_gib),
+        "starved_gib": _gib(one.lacks_gib),
     }
 
 

@@ -149,9 +149,7 @@ def _policies(plan: Plan) -> Table:
 
 def _lacks(one: PolicyOutcome) -> str:
     """What a later need lacks; unknown of a server that does not start."""
-    if one.free_after_gib is None:
-        return NA
-    return memory_words(one.starved_gib) if one.starved_gib else "nothing"
+    return "nothing" if one.lacks_gib == 0 else memory_words(one.lacks_gib)
 
 
 def _figures(mib: Range) -> tuple[str, str, str]:
