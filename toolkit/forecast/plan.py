@@ -90,13 +90,13 @@ class Plan:
             return "no prefill graph: " + next((one.reason for one in self.policies.values()), "disabled")
         peak, total = self.forecast.peak, self.forecast.total
         free = self.ledger.line("free_before_capture")
-        lacking = starved_gib(free.gib - total.mid / 1024, self.later_gib)
         # Of the whole ladder beside a KV pool that is sized first, whatever a policy makes of it.
         certain = peak.high <= 1024 * free.low_gib
         word = "does not fit" if peak.mid > 1024 * free.gib else "fits" if certain else "may not fit"
+        lacking = starved_gib(free.gib - total.mid / 1024, self.later_gib) if peak.mid <= 1024 * free.gib else 0.0
         if all(one.outcome == "skipped" for one in self.policies.values()):
-            word = "is not captured"
-        elif lacking and peak.mid <= 1024 * free.gib:
+            word, lacking = "is not captured", 0.0
+        elif lacking:
             word = "fits, but what comes later does not" if certain else "may not fit, and what comes later does not"
         then = f"; what comes later ({self.later_words}) lacks {mib_or_gib(lacking)}" if lacking else ""
         seconds = f"; about {sum(self.forecast.capture_s):.0f} s" if self.forecast.capture_s else "; time n/a"

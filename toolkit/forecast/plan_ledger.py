@@ -124,7 +124,7 @@ def with_graphs(ledger: Ledger, graph_mib: Range, decode_on: bool, declared_gib:
     high = before.high_gib - prefill.low_gib - decode.low_gib - declared_gib
     source = "declared by hand: --post-capture"
     later = _line("declared", "declared for later", "owner", declared_gib, "needed after the capture", source)
-    name = "free after all graphs" + (" and that" if declared_gib else "")
+    name = "free after graphs and need" if declared_gib else "free after all graphs"
     decode_formula = "a reserve: largest decode batch first, captured after prefill" if decode_on else "decode is off"
     return (
         *ledger.lines,

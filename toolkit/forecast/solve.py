@@ -45,7 +45,7 @@ class Solution:
     def words(self) -> str:
         """The answer with what it leaves at the capture's peak and in the end, then what the gate makes of it."""
         plan = self.plan
-        later = plan.later_words
+        later = _taken_later(plan)
         end = f"{plan.left_in_the_end_gib:.2f} GiB in the end" + (f", after {later}" if later else "")
         peak = f"{plan.left_at_peak_gib:.2f} GiB stay free at the capture's peak"
         left = f"by the middle of the forecast {peak} and {end}; reserve {plan.reserve_gib:.2f} GiB"
@@ -103,6 +103,12 @@ def solution(settings: PlanSettings, what: str) -> Solution:
         return Solution(what, free, free)
     passing = solver(settings, ask, lambda plan: leaves_reserve(plan) and not stopped_by_gate(plan))
     return Solution(what, free if isinstance(passing, InvalidInput) else passing, free)
+
+
+def _taken_later(plan: Plan) -> str:
+    """What the ledger takes between the prefill graphs and the end, in words; empty for nothing."""
+    lines = (line for line in plan.lines if line.key in ("decode_graph", "declared") and line.gib)
+    return " and ".join(f"{line.name} {line.gib:.2f} GiB" for line in lines)
 
 
 def leaves_reserve(plan: Plan) -> bool:
@@ -171,7 +177,7 @@ def _no_answer(least: Plan, what: str) -> InvalidInput:
     return InvalidInput(
         f"no {what} leaves {least.reserve_gib:.2f} GiB: even the smallest leaves {least.left_gib:.2f}",
         "left is the middle of the forecast at the fullest moment: of the capture, or after it"
-        + (f" with {least.later_words}" if least.later_words else ""),
+        + (f" with {_taken_later(least)}" if _taken_later(least) else ""),
         "take a larger GPU, raise --tp, lower --reserve or --max-tokens, or run without prefill graphs",
     )
 
