@@ -168,7 +168,8 @@ def test_without_a_graph_there_is_neither_ladder_nor_gate() -> None:
     assert "4.00 GiB, bypassed: the backend is named" in named
 
 
-def test_help_tells_a_margin_from_a_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--help"]) == 0
+@pytest.mark.parametrize("command", ["plan", "capture", "compare"])
+def test_help_tells_a_margin_from_a_need(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "comes on top of --post-capture" in words and "comes on top of --reserve" in words
+    assert "Margin" in words and "Need" in words and words.count("on top of") == 2
