@@ -130,7 +130,8 @@ def plan(*, solve: str | None = None, **settings: Any) -> Plan:
     """What a server would do with its memory and what its prefill graphs will cost; nothing is captured.
 
     `settings` are those of PlanSettings (model, gpu, tp, mem_fraction, max_tokens, sglang_version, ...). `solve` finds
-    the largest "mem-fraction" or "max-tokens" that leaves the reserve, and returns that plan.
+    the largest "mem-fraction" or "max-tokens" that leaves the reserve beside all that comes later, and passes the gate
+    of a release that has one, and returns that plan.
 
     Raises InvalidInput for settings that cannot be planned.
     """

@@ -168,6 +168,11 @@ def get_model(model_id: str) -> ModelEntry:
     return entry
 
 
+def short_name(name: str) -> str | None:
+    """The catalogue id that a family's short name stands for; None for any other name."""
+    return _SHORT_NAMES.get(name.strip().lower())
+
+
 def _entry(name: str) -> ModelEntry | None:
     plain = name.strip().lower()
     return _entries().get(_SHORT_NAMES.get(plain, plain))

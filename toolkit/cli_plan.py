@@ -26,8 +26,17 @@ _OPTIONS = {
     "max_tokens": ("--max-tokens", "N", "Ceiling of the default ladder, tokens."),
     "buckets": ("--buckets", "8,16,...", "The ladder itself, tokens."),
     "chunked_prefill_size": ("--chunked-prefill-size", "N", "Tokens of one prefill chunk; also a ceiling."),
-    "reserve_gib": ("--reserve", "GIB", "GiB to stay free after capture. [the smaller of 0.5 and 10 % of free]"),
-    "post_capture_gib": ("--post-capture", "GIB", "GiB that something needs after the capture."),
+    "reserve_gib": (
+        "--reserve",
+        "GIB",
+        "Margin: GiB that nobody may take, at the capture's peak and after it; comes on top of --post-capture. "
+        "[the smaller of 0.5 and 10 % of free]",
+    ),
+    "post_capture_gib": (
+        "--post-capture",
+        "GIB",
+        "Need: GiB that something you know of takes after the capture; comes on top of --reserve.",
+    ),
     "post_capture_mib_per_1k": ("--post-capture-per-1k", "MIB", "MiB more of it for each 1024 tokens of a prompt."),
     "longest_prompt": ("--longest-prompt", "N", "Tokens of the longest prompt, for that need."),
     "sglang_version": ("--sglang-version", "V", "Whose rules decide: 0.5.15 to 0.5.23. [the newest]"),
@@ -41,7 +50,11 @@ _OPTIONS = {
 Explain = Annotated[bool, typer.Option("--explain", help="The ledger as prose, with every formula and source.")]
 Solve = Annotated[
     str | None,
-    typer.Option(metavar="WHAT", help="Find the largest mem-fraction or max-tokens that leaves the reserve."),
+    typer.Option(
+        metavar="WHAT",
+        help="Find the largest mem-fraction or max-tokens that leaves the reserve beside decode graphs and "
+        "--post-capture, and passes the gate of a release that has one.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON to standard output.")]
 
@@ -75,25 +88,19 @@ def plan(choices: dict[str, Any], solve: Solve = None, explain: Explain = False,
     """Forecast what prefill graphs cost and whether they fit, without a GPU."""
     from toolkit.forecast.plan import make_plan
     from toolkit.forecast.plan_settings import PlanSettings
-    from toolkit.forecast.solve import solve as solve_for
+    from toolkit.forecast.solve import solution
 
     if "buckets" in choices:
         choices["buckets"] = parse_buckets(choices["buckets"])
     settings = PlanSettings.create(**choices)
-    found = make_plan(settings) if solve is None else solve_for(settings, solve)
+    solved = None if solve is None else solution(settings, solve)
+    found = make_plan(settings) if solved is None else solved.plan
     if as_json:
-        say_json(found.to_dict() | ({} if solve is None else {"solved": _solved(found, solve)}))
+        say_json(found.to_dict() | ({} if solved is None else {"solved": solved.to_dict()}))
         return 0
     from toolkit.views.plan_tables import explained, plan_view
 
-    if solve is not None:
-        answer = _solved(found, solve)
-        left = f"by the middle of the forecast {found.left_gib:.2f} GiB stay free, reserve {found.reserve_gib:.2f} GiB"
-        say_tables([*explained([f"largest {solve}: {answer['value']} ({left})"])])
+    if solved is not None:
+        say_tables([*explained(filter(None, (solved.words, solved.gate_words)))])
     say_tables(plan_view(found, explain=explain))
     return 0
-
-
-def _solved(found: Any, what: str) -> dict[str, Any]:
-    value = found.mem_fraction if what == "mem-fraction" else max(found.buckets)
-    return {"what": what, "value": value}

@@ -47,6 +47,11 @@ def test_no_underestimate_is_hidden() -> None:
         assert row.residual_gib == pytest.approx(row.measured_gib - row.forecast_gib, abs=1e-3)
 
 
+def test_the_error_history_says_of_which_memory() -> None:
+    # data/field/captures.csv has the usage that servers print when a ladder is done.
+    assert "of the memory that the graphs keep" in load_calibration().error_history()
+
+
 def test_every_row_of_the_fit_lies_in_the_range_of_its_forecast() -> None:
     fitted = load_calibration().coefficients
     rows = [row for row in calibrate._read("captures.csv") if row["use"] == "fit"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import toolkit
 from toolkit.errors import InvalidInput
 from toolkit.forecast.cells import cell_key
+from toolkit.forecast.judged import COLUMNS
 from toolkit.forecast.outcomes import PolicyOutcome
 from toolkit.forecast.policy_map import PolicyMap, policy_map
 from toolkit.forecast.terms import Range
@@ -147,6 +148,25 @@ def test_the_counts_are_those_of_the_cells(by_free_memory: PolicyMap) -> None:
         for word in ("right capture", "right skip", "wrong skip", "wrong capture", "uncertain"):
             assert row[word] == (own == word).sum()
         assert row["cells"] == 12
+        assert row["decided"] + row["no decision"] == 12
+        assert row["out of memory"] == (frame[frame["policy"] == name]["outcome"] == "oom").sum()
+    # 1 GiB free is too little for the 1.74 GiB of public PR 33352, and the policy was asked: a decision, a wrong one.
+    assert counts.loc["ungated", "out of memory"] > 0 and counts.loc["ungated", "no decision"] == 0
+
+
+def test_a_change_of_the_kv_pool_is_in_percent_everywhere(by_free_memory: PolicyMap) -> None:
+    own = by_free_memory.frame[by_free_memory.frame["policy"] == "capture_first"]
+    first = by_free_memory.frame[by_free_memory.frame["policy"] == "ungated"]["kv_cache_tokens"].to_numpy()
+    by_hand = 100 * (own["kv_cache_tokens"].to_numpy().astype(float) / first.astype(float) - 1)
+    assert own["kv_tokens_change_percent"].tolist() == pytest.approx(by_hand.tolist())
+    assert by_free_memory.counts.loc["capture_first", "KV tokens, least (%)"] == pytest.approx(by_hand.min())
+
+
+def test_every_column_of_the_frame_is_explained(by_free_memory: PolicyMap) -> None:
+    said = str(PolicyMap.__dict__["frame"].__doc__)
+    for column in COLUMNS:
+        bound = column.endswith(("_low_gib", "_high_gib"))
+        assert bound or f"`{column}`" in said, column
 
 
 def test_what_is_needed_later_turns_captures_wrong() -> None:

@@ -59,6 +59,7 @@ class Coefficients(_Part):
 class FieldRow(_Part):
     """One measured capture against the forecast. Errors are (forecast - measured) / measured: negative is too low.
 
+    `measured_gib` is the usage that the server printed when the ladder was done: what the graphs keep, not the peak.
     The leave-one-out figures come from a fit of `first_use_mib` without the row.
     """
 
@@ -96,11 +97,15 @@ class Calibration(_Part):
     left_out: tuple[LeftOut, ...]
 
     def error_history(self) -> str:
-        """One line with the signed leave-one-out errors: the extremes, the median of their sizes, their number."""
+        """One line with the signed leave-one-out errors: the extremes, the median of their sizes, their number.
+
+        They are of the memory that the graphs keep, `FieldRow.measured_gib`: few logs show the peak.
+        """
         errors = [row.loo_error_pct for row in self.rows]
         worst = max(self.rows, key=lambda row: abs(row.loo_error_pct))
         return (
-            f"field errors of this method: {min(errors):+.0f} % ... {max(errors):+.0f} %, median absolute "
+            f"field errors of this method: {min(errors):+.0f} % ... {max(errors):+.0f} % of the memory that the graphs "
+            "keep (the usage a server prints; the peak was not compared), median absolute "
             f"{self.median_abs_loo_error_pct:.0f} %, n={len(errors)}, each row left out of its fit; "
             f"worst: {worst.model} {worst.loo_error_pct:+.0f} % (negative is an underestimate)"
         )

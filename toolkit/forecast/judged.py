@@ -16,7 +16,7 @@ FORECAST, MEASURED = "forecast", "measured"
 COLUMNS = (
     "policy", "mark", "outcome", "code", "runner", "asked", "captured", "trimmed", "captured_buckets",
     "lost_replay_percent", "free_before_gib", "free_before_low_gib", "free_before_high_gib", "need_gib",
-    "need_low_gib", "need_high_gib", "later_gib", "free_after_gib", "kv_cache_tokens", "kv_tokens_change",
+    "need_low_gib", "need_high_gib", "later_gib", "free_after_gib", "kv_cache_tokens", "kv_tokens_change_percent",
     "margin_gib", "tight", "starved_gib", "fits", "verdict", "fits_by_middle", "verdict_by_middle", "at_worst",
     "provenance", "run_id", "forecast_outcome", "reason",
 )  # fmt: skip
@@ -110,9 +110,9 @@ class Judged:
         if cell.forecast is not None:
             peak = cell.forecast.peak
             row |= {"need_gib": peak.mid / 1024, "need_low_gib": peak.low / 1024, "need_high_gib": peak.high / 1024}
-        change = self.kv_tokens_change
+        change = None if self.kv_tokens_change is None else 100 * self.kv_tokens_change
         row |= {"later_gib": room.later_gib, "free_after_gib": one.free_after_gib}
-        row |= {"kv_cache_tokens": one.kv_cache_tokens, "kv_tokens_change": change}
+        row |= {"kv_cache_tokens": one.kv_cache_tokens, "kv_tokens_change_percent": change}
         row |= {"margin_gib": one.margin_gib, "tight": one.tight, "starved_gib": one.starved_gib}
         if self.fit is not None:
             row |= {"fits": self.fit.fits.value, "fits_by_middle": self.fit.middle.value}

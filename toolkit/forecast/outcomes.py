@@ -58,6 +58,16 @@ class PolicyOutcome:
     trimmed: tuple[int, ...] = ()
     starved_gib: float = 0.0
 
+    @property
+    def certain(self) -> bool | None:
+        """Whether a capture that succeeds by the middle does so at both ends too; None where there is none."""
+        return not self.tight if self.outcome == "captured" else None
+
+    @property
+    def lacks_gib(self) -> float | None:
+        """GiB that what comes after the capture lacks; None where the server does not come so far."""
+        return None if self.free_after_gib is None else self.starved_gib
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:

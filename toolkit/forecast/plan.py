@@ -21,6 +21,7 @@ from toolkit.forecast.engines import SGLANG, ForecastRequest, get_engine
 from toolkit.forecast.model_facts import ModelFacts, model_facts, unplannable
 from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
 from toolkit.forecast.plan_ledger import Ledger, LedgerFacts, LedgerLine, build_ledger, with_graphs
+from toolkit.forecast.plan_notes import ESTIMATED, assumptions, plan_notes
 from toolkit.forecast.plan_settings import ITEMSIZES, PlanSettings
 from toolkit.forecast.terms import ZERO, Forecast, Range
 from toolkit.hardware import GpuSpec, resolve_gpu
@@ -29,13 +30,11 @@ from toolkit.memory.ledger import GIB, MIN_AUTO_FRACTION
 from toolkit.memory.post_capture import Condition
 from toolkit.memory.release import Release, get_release
 from toolkit.memory.rules import Resolution, ServerFacts, resolve_server
-from toolkit.policies import reserve_gib
+from toolkit.policies import mib_or_gib, reserve_gib, starved_gib
 from toolkit.settings import Backend
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_ESTIMATED = "estimated: nvidia-smi's figure less what the median card keeps back"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Plan:
         release: the SGLang version whose rules decide.
         resolved: what that version makes of the settings.
         backend: the backend that is planned.
-        buckets: the ladder.
+        buckets: the ladder that a capture is asked for; empty where no graph is captured.
         mem_fraction: `mem_fraction_static`, None when free memory was given.
         lines: the ledger, in the order in which memory is taken.
         ledger: its figures.
@@ -58,6 +57,7 @@ class Plan:
         reserve_gib: what is to stay free after the capture.
         assumptions: what was taken for granted, in words.
         advice: what to do next, most useful first.
+        notes: what to keep in mind when the plan is read.
     """
 
     settings: PlanSettings
@@ -76,6 +76,7 @@ class Plan:
     reserve_gib: float
     assumptions: tuple[str, ...]
     advice: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())
 
     @property
     def free_before_gib(self) -> float:
@@ -92,14 +93,28 @@ class Plan:
         # Of the whole ladder beside a KV pool that is sized first, whatever a policy makes of it.
         certain = peak.high <= 1024 * free.low_gib
         word = "does not fit" if peak.mid > 1024 * free.gib else "fits" if certain else "may not fit"
+        lacking = starved_gib(free.gib - total.mid / 1024, self.later_gib) if peak.mid <= 1024 * free.gib else 0.0
         if all(one.outcome == "skipped" for one in self.policies.values()):
-            word = "is not captured"
+            word, lacking = "is not captured", 0.0
+        elif lacking:
+            word = "fits, but what comes later does not" if certain else "may not fit, and what comes later does not"
+        then = f"; what comes later ({self.later_words}) lacks {mib_or_gib(lacking)}" if lacking else ""
         seconds = f"; about {sum(self.forecast.capture_s):.0f} s" if self.forecast.capture_s else "; time n/a"
         return (
             f"{word}: the capture needs {peak.mid / 1024:.2f} GiB ({peak.low / 1024:.2f} to {peak.high / 1024:.2f}) of "
             f"{free.gib:.2f} GiB free ({free.low_gib:.2f} to {free.high_gib:.2f}); "
-            f"the graphs keep {total.mid / 1024:.2f} GiB{seconds}"
+            f"the graphs keep {total.mid / 1024:.2f} GiB{then}{seconds}"
         )
+
+    @property
+    def later_gib(self) -> float:
+        """GiB that are needed after the prefill capture: decode graphs, and what was declared."""
+        return later_need(self.settings, self.resolved)[0]
+
+    @property
+    def later_words(self) -> str:
+        """What that is, in words; empty for nothing."""
+        return later_need(self.settings, self.resolved)[1]
 
     @property
     def post_capture_checklist(self) -> tuple[Condition, ...]:
@@ -107,10 +122,20 @@ class Plan:
         return self.resolved.post_capture_checklist
 
     @property
-    def left_gib(self) -> float:
-        """GiB that stay free at the worst moment: of the prefill capture, or after the decode graphs' reserve."""
+    def left_at_peak_gib(self) -> float:
+        """GiB that stay free at the worst moment of the prefill capture, by the middle of the forecast."""
         peak = ZERO if self.forecast is None else self.forecast.peak
-        return min(self.free_before_gib - peak.mid / 1024, self.lines[-1].gib)
+        return self.free_before_gib - peak.mid / 1024
+
+    @property
+    def left_in_the_end_gib(self) -> float:
+        """GiB that stay free after decode graphs and what is declared for later: the last line of the ledger."""
+        return self.lines[-1].gib
+
+    @property
+    def left_gib(self) -> float:
+        """The smaller of what is left at the capture's peak and in the end, GiB."""
+        return min(self.left_at_peak_gib, self.left_in_the_end_gib)
 
     @cached_property
     def ledger_frame(self) -> pd.DataFrame:
@@ -131,10 +156,19 @@ class Plan:
 
     @cached_property
     def policies_frame(self) -> pd.DataFrame:
-        """One row per policy: runner, outcome, number of buckets captured, GiB free after, KV tokens, reason."""
+        """One row per policy, GiB on each rank.
+
+        `outcome`, `runner`, number of buckets `captured`, `free_after_gib` (after the prefill graphs, before decode
+        graphs and anything else that comes later), `kv_cache_tokens`, `reason`; `certain` says of a capture whether it
+        fits at both ends of its own range and of what is free (missing where there is no capture), `starved_gib` what
+        decode graphs and declared needs lack by their middle (missing where the server does not start).
+        """
         import pandas as pd
 
-        columns = ["policy", "outcome", "runner", "captured", "free_after_gib", "kv_cache_tokens", "reason"]
+        columns = [
+            *("policy", "outcome", "runner", "captured", "free_after_gib", "kv_cache_tokens", "reason"),
+            *("certain", "starved_gib"),
+        ]
         rows = [
             (
                 name,
@@ -144,10 +178,13 @@ class Plan:
                 one.free_after_gib,
                 one.kv_cache_tokens,
                 one.reason,
+                one.certain,
+                one.lacks_gib,
             )
             for name, one in self.policies.items()
         ]
-        return pd.DataFrame(rows, columns=columns).astype({"free_after_gib": "float64"})
+        dtypes = {"free_after_gib": "float64", "certain": "boolean", "starved_gib": "float64"}
+        return pd.DataFrame(rows, columns=columns).astype(dtypes)
 
     def to_dict(self) -> dict[str, Any]:
         """What `prefill-lab plan --json` prints."""
@@ -260,17 +297,17 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
         release=release,
         resolved=resolved,
         backend=backend,
-        buckets=resolved.buckets,
+        buckets=resolved.buckets if forecast is not None else (),
         mem_fraction=fraction,
-        lines=with_graphs(ledger, cost, resolved.decode_on),
+        lines=with_graphs(ledger, cost, resolved.decode_on, settings.post_capture_need_gib),
         ledger=ledger,
         cell=cell,
         forecast=forecast,
         policies=policies,
         reserve_gib=reserve_gib(ledger.free_before_gib, settings.reserve_gib),
-        assumptions=tuple(_assumptions(settings, model, gpu, ledger)),
+        assumptions=tuple(assumptions(settings, model, gpu, ledger, release)),
     )
-    return dataclasses.replace(plan, advice=tuple(advise_plan(plan)))
+    return dataclasses.replace(plan, advice=tuple(advise_plan(plan)), notes=tuple(plan_notes(plan)))
 
 
 def later_need(settings: PlanSettings, resolved: Resolution) -> tuple[float, str]:
@@ -339,7 +376,7 @@ def _ledger_facts(
         source += f"; {model.tower_parameters / 1e6:,.0f} M parameters of the tower whole on every rank"
     return LedgerFacts(
         total_gib=gpu.visible_gib,
-        total_source=(gpu.cuda_visible_gib is not None and gpu.cuda_visible_source) or _ESTIMATED,
+        total_source=(gpu.cuda_visible_gib is not None and gpu.cuda_visible_source) or ESTIMATED,
         context=context_gib(settings.tp),
         weights_gib=model.weights_gib(settings.tp, settings.weights, plain_bits),
         weights_formula="elements on this rank x bits each; tp divides heads, feed-forward widths and the vocabulary",
@@ -351,23 +388,3 @@ def _ledger_facts(
         requests=settings.max_running_requests,
         gpu=gpu.id,
     )
-
-
-def _assumptions(settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, ledger: Ledger) -> list[str]:
-    weights = settings.weights or model.published_weights
-    said = "as given" if settings.weights else "as the checkpoint is published"
-    lines = [
-        f"weights: {weights} ({said}): {model.layout(settings.weights)}",
-        f"KV cache: {settings.kv_dtype or settings.dtype}",
-        f"served as {model.architecture or 'n/a'}",
-    ]
-    if gpu.cuda_visible_gib is None:
-        lines.append(f"memory of {gpu.id} that CUDA sees: {_ESTIMATED}")
-    if settings.max_running_requests is None:
-        lines.append(
-            f"request table: not counted ({ledger.request_table_gib:.2f} GiB more are gone with a server's own "
-            f"{ledger.requests} requests; give --max-running-requests to count it)"
-        )
-    if settings.attention_backend is None:
-        lines.append("attention backend: not given, so rules that ask for one are left out")
-    return lines

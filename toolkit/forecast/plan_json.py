@@ -34,11 +34,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "gate_gib": plan.release.gate_gib,
         "reserve_gib": _gib(plan.reserve_gib),
         "left_gib": _gib(plan.left_gib),
+        "left_at_peak_gib": _gib(plan.left_at_peak_gib),
+        "left_in_the_end_gib": _gib(plan.left_in_the_end_gib),
         "ledger": _ledger(plan),
         "forecast": _forecast(plan.forecast or Forecast(plan.settings.engine, (), ())),
         "policies": {name: _policy(plan, name) for name in plan.policies},
         "assumptions": list(plan.assumptions),
         "advice": list(plan.advice),
+        "notes": list(plan.notes),
     }
 
 
@@ -138,10 +141,11 @@ def _policy(plan: Plan, name: str) -> dict[str, Any]:
         "kv_cache_tokens": one.kv_cache_tokens,
         "margin_gib": _gib(one.margin_gib),
         "tight": one.tight,
+        "certain": one.certain,
         "oom_bucket": one.oom_bucket,
         "log_line": one.log_line,
         "trimmed": list(one.trimmed),
-        "starved_gib": _gib(one.starved_gib),
+        "starved_gib": _gib(one.lacks_gib),
     }
 
 

@@ -109,21 +109,29 @@ def build_ledger(facts: LedgerFacts) -> Ledger:
     return Ledger(lines, tokens, free, table, requests)
 
 
-def with_graphs(ledger: Ledger, graph_mib: Range, decode_on: bool) -> tuple[LedgerLine, ...]:
-    """All lines, with the prefill graph, the reserve for decode graphs, and what is free after both."""
+def with_graphs(ledger: Ledger, graph_mib: Range, decode_on: bool, declared_gib: float = 0.0) -> tuple[LedgerLine, ...]:
+    """All lines, with the prefill graph, the reserve for decode graphs, what is declared for later, and what is left.
+
+    The line of a declared need is there only where one is declared.
+    """
     prefill = Assumption(
         graph_mib.mid / 1024, graph_mib.low / 1024, graph_mib.high / 1024, "the engine of the forecast"
     )
     decode = DECODE_GRAPHS if decode_on else _NO_RANGE
     before = ledger.line("free_before_capture")
-    free = before.gib - prefill.gib - decode.gib
-    low, high = before.low_gib - prefill.high_gib - decode.high_gib, before.high_gib - prefill.low_gib - decode.low_gib
+    free = before.gib - prefill.gib - decode.gib - declared_gib
+    low = before.low_gib - prefill.high_gib - decode.high_gib - declared_gib
+    high = before.high_gib - prefill.low_gib - decode.low_gib - declared_gib
+    source = "declared by hand: --post-capture"
+    later = _line("declared", "declared for later", "owner", declared_gib, "needed after the capture", source)
+    name = "free after graphs and need" if declared_gib else "free after all graphs"
     decode_formula = "a reserve: largest decode batch first, captured after prefill" if decode_on else "decode is off"
     return (
         *ledger.lines,
         _estimated("prefill_graph", "prefill graph", prefill, "forecast of the whole ladder"),
         _estimated("decode_graph", "decode graph reserve", decode, decode_formula),
-        LedgerLine("free_after", "free after all graphs", "free", free, low, high, "what remains", FREE_SOURCE),
+        *((later,) if declared_gib else ()),
+        LedgerLine("free_after", name, "free", free, low, high, "what remains", FREE_SOURCE),
     )
 
 

@@ -18,7 +18,8 @@ def plan_html(plan: Plan) -> str:
     ledger = plan.ledger_frame[["name", "gib", "low_gib", "high_gib"]].rename(
         columns={"name": "each rank", "gib": "GiB", "low_gib": "low", "high_gib": "high"}
     )
-    notes = [*(f"assumed: {line}" for line in plan.assumptions), *(f"next: {line}" for line in plan.advice)]
+    said = {"assumed": plan.assumptions, "note": plan.notes, "next": plan.advice}
+    notes = [f"{kind}: {line}" for kind, lines in said.items() for line in lines]
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     return (
         f"<p><strong>{html.escape(repr(plan)[1:-1])}</strong></p>"

@@ -16,7 +16,7 @@ from toolkit.errors import InvalidInput
 from toolkit.forecast.cells import CellPlan, Executed, GpuCells
 from toolkit.forecast.judged import COLUMNS, INTEGERS, Judged, judge
 from toolkit.forecast.plan_settings import ALL
-from toolkit.forecast.verdicts import DECIDED, WRONG, Verdict
+from toolkit.forecast.verdicts import DECIDED, WRONG
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,14 +85,27 @@ class PolicyMap:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row per cell and policy. GiB, MiB and tokens are in the names; what is not known is missing.
+        """One row per cell and policy, the axes' values first. What is not known is missing. GiB are of each rank.
 
-        After the axes' values: `policy`, `mark` (see `verdicts.MARKS`), `outcome`, `code`, `runner`, numbers of
-        buckets `asked`, `captured` and `trimmed`, `captured_buckets`, `lost_replay_percent` (of the token counts up to
-        the ceiling), free memory with bounds, need of the whole ladder with bounds, `later_gib`, what stays free,
-        `kv_cache_tokens` and their change against a pool that is sized first, `margin_gib`, `tight`, `starved_gib`,
-        `fits` and `verdict` by the whole range, `fits_by_middle` and `verdict_by_middle` by its middle, what happens
-        `at_worst`, `provenance` (forecast or measured), `run_id`, what was forecast for a measured cell, `reason`.
+        - `policy`; `mark`: the letter of the cell, see `verdicts.MARKS`.
+        - `outcome`: captured, skipped, oom, or `no start` where nothing could be planned; `code` and `reason` for it;
+          `runner`: who serves prefill, missing where the server would not start.
+        - `asked`, `captured`, `trimmed`: numbers of buckets; `captured_buckets`: the captured ones, tokens.
+        - `lost_replay_percent`: token counts up to the ceiling that no longer replay, percent of all of them.
+        - `free_before_gib`, `_low_gib`, `_high_gib`: free before the capture, beside a KV pool that is sized first.
+        - `need_gib`, `_low_gib`, `_high_gib`: what the WHOLE ladder needs at its worst moment, whatever was trimmed.
+        - `later_gib`: what decode graphs and a declared need take after the capture; `starved_gib`: what of it lacks.
+        - `free_after_gib`: free after the prefill graphs, before what comes later.
+        - `kv_cache_tokens`: tokens of the KV pool; `kv_tokens_change_percent`: their change against a pool that is
+          sized first, percent of that, missing where no graph is captured.
+        - `margin_gib`: what the worst moment of the capture leaves, by the middle; `tight`: whether the capture does
+          not fit at the ends of both ranges (False where there is none).
+        - `fits`: whether what is captured (of a skip: the whole ladder) fits, what comes later included by its
+          middle: yes and no hold at both ends of the capture's range, uncertain is the rest; `verdict` follows from
+          it. `fits_by_middle` and `verdict_by_middle` look at the middle alone.
+        - `at_worst`: what this policy does wherever a capture takes more than its forecast. It belongs to the policy
+          and is the same in every cell: whether that can happen within the forecast's range, `fits` says.
+        - `provenance`: forecast or measured; of a measured cell `run_id`, and `forecast_outcome`: what was forecast.
         """
         import pandas as pd
 
@@ -108,8 +121,10 @@ class PolicyMap:
         `wrong skip` and `wrong capture` hold at both ends of every range, `uncertain` are the cells whose range has
         both; by the middle of the forecast these fall to one side, as the `middle:` columns have it. `trimmed in vain`
         are ladders that were trimmed although the whole of it fits (what the reserve costs), `starved` captures after
-        which something lacks memory. `replay lost (%)` and `KV tokens (%)` are means over captured cells: token counts
-        that no longer replay, and the change of the KV pool against one that is sized first.
+        which something lacks memory, `out of memory` starts that fail (their verdict is a wrong capture, or
+        uncertain). `replay lost` and `KV tokens` are over captured cells, in percent: token counts that no longer
+        replay, and the change of the KV pool against one that is sized first. `no decision` are cells in which no
+        policy is asked: weights that do not fit, settings that are wrong, graphs that are ruled out.
         """
         import pandas as pd
 
@@ -165,7 +180,8 @@ class PolicyMap:
             "replay lost, mean (%)": mean(100 * (one.lost_replay or 0.0) for one in captured) if captured else None,
             "KV tokens, median (%)": 100 * median(tokens) if tokens else None,
             "KV tokens, least (%)": 100 * min(tokens) if tokens else None,
-            "no start": sum(one in (Verdict.NO_START, Verdict.NO_GRAPH) for one in verdicts),
+            "out of memory": sum(one.mark == "X" for one in own),
+            "no decision": sum(one not in DECIDED for one in verdicts),
             "measured": sum(one.measured is not None for one in own),
         }
 

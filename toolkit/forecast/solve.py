@@ -3,33 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from toolkit.errors import InvalidInput
 from toolkit.forecast.plan import Forecaster, Plan, forecaster, plan_with
 from toolkit.forecast.plan_settings import PlanSettings
+from toolkit.forecast.server_flags import name_backend
 from toolkit.ladder import generate_prefill_buckets
+from toolkit.policies import should_skip_auto_prefill_cuda_graph_for_memory
+from toolkit.settings import Backend
 
 THOUSANDTHS = 1000
 """Fractions are tried in steps of 0.001, as servers round theirs."""
+Holds = Callable[[Plan], bool]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An answer, and what it would be without the old gate.
+
+    Attributes:
+        what: `mem-fraction` or `max-tokens`.
+        plan: the plan at the answer.
+        without_gate: the plan at the answer of a server whose backend is named, so that no gate is asked; the same
+            plan where the gate changes nothing.
+    """
+
+    what: str
+    plan: Plan
+    without_gate: Plan
+
+    @property
+    def value(self) -> float | int:
+        """The answer: a fraction, or tokens."""
+        return self._value(self.plan)
+
+    def _value(self, plan: Plan) -> float | int:
+        return plan.mem_fraction or 0.0 if self.what == "mem-fraction" else max(plan.buckets)
+
+    @property
+    def words(self) -> str:
+        """The answer with what it leaves at the capture's peak and in the end, then what the gate makes of it."""
+        plan = self.plan
+        later = _taken_later(plan)
+        end = f"{plan.left_in_the_end_gib:.2f} GiB in the end" + (f", after {later}" if later else "")
+        peak = f"{plan.left_at_peak_gib:.2f} GiB stay free at the capture's peak"
+        left = f"by the middle of the forecast {peak} and {end}; reserve {plan.reserve_gib:.2f} GiB"
+        return f"largest {self.what}: {self.value} ({left})"
+
+    @property
+    def gate_words(self) -> str | None:
+        """What the old gate has to do with the answer; None where it changes nothing."""
+        other, plan = self.without_gate, self.plan
+        if plan.release.gate_gib is None:
+            return None
+        gate = f"the gate of SGLang {plan.release.version} asks for {plan.release.gate_gib:.2f} GiB before the capture"
+        named = f"with the backend named ({name_backend(plan.backend)}) it is not asked"
+        if stopped_by_gate(plan):
+            free = f"{plan.free_before_gib:.2f} GiB are free whatever the {self.what}"
+            return f"{gate} and {free}, so nothing is captured; {named}"
+        if other is plan:
+            return None
+        free = f"{plan.free_before_gib:.2f} GiB are free at {self.value}, {other.free_before_gib:.2f}"
+        return f"{gate}: {free} at {self._value(other)}, which the reserve alone allows; {named}"
+
+    def to_dict(self) -> dict[str, object]:
+        """What `prefill-lab plan --solve ... --json` prints as `solved`."""
+        return {
+            "what": self.what,
+            "value": self.value,
+            "without_gate": self._value(self.without_gate),
+            "stopped_by_gate": stopped_by_gate(self.plan),
+        }
 
 
 def solve(settings: PlanSettings, what: str) -> Plan:
-    """The plan with the largest `mem-fraction` or `max-tokens` that leaves the reserve at the worst moment.
+    """The plan of `solution`. Raises InvalidInput as it does."""
+    return solution(settings, what).plan
+
+
+def solution(settings: PlanSettings, what: str) -> Solution:
+    """The largest `mem-fraction` or `max-tokens` that leaves the reserve at the worst moment, and passes the gate.
 
     The reserve is `reserve_gib`, else the smaller of 0.5 GiB and 10 % of free. What counts is the least that is free
-    by the middle of the forecast: at the peak of the prefill capture, or after the reserve for decode graphs.
+    by the middle of the forecast: at the peak of the prefill capture, or when decode graphs and what is declared to be
+    needed later have their memory too. The gate counts where the release has one and nobody named the backend; where
+    no value passes it, the answer is the one without it.
 
     Raises:
         InvalidInput: there is no such value, or `what` is neither.
     """
     if what not in SOLVERS:
         raise InvalidInput(f"--solve {what!r} is unknown", ", ".join(SOLVERS), "for example --solve mem-fraction")
-    return SOLVERS[what](settings, forecaster(settings))
+    solver, ask = SOLVERS[what], forecaster(settings)
+    free = solver(settings, ask, leaves_reserve)
+    if isinstance(free, InvalidInput):
+        raise free
+    if not stopped_by_gate(free):
+        return Solution(what, free, free)
+    passing = solver(settings, ask, lambda plan: leaves_reserve(plan) and not stopped_by_gate(plan))
+    return Solution(what, free if isinstance(passing, InvalidInput) else passing, free)
+
+
+def _taken_later(plan: Plan) -> str:
+    """What the ledger takes between the prefill graphs and the end, in words; empty for nothing."""
+    lines = (line for line in plan.lines if line.key in ("decode_graph", "declared") and line.gib)
+    return " and ".join(f"{line.name} {line.gib:.2f} GiB" for line in lines)
 
 
 def leaves_reserve(plan: Plan) -> bool:
     """Whether what is left at the worst moment is the reserve or more."""
     return plan.left_gib >= plan.reserve_gib
+
+
+def stopped_by_gate(plan: Plan) -> bool:
+    """Whether the release planned for has the old gate and would skip this capture."""
+    if plan.release.gate_gib is None or plan.forecast is None:
+        return False
+    return should_skip_auto_prefill_cuda_graph_for_memory(plan.free_before_gib, plan.settings.locked_keys)
 
 
 def last_that_holds(count: int, holds: Callable[[int], bool]) -> int | None:
@@ -41,7 +132,7 @@ def last_that_holds(count: int, holds: Callable[[int], bool]) -> int | None:
     return low if low >= 0 else None
 
 
-def _fraction(settings: PlanSettings, ask: Forecaster) -> Plan:
+def _fraction(settings: PlanSettings, ask: Forecaster, holds: Holds) -> Plan | InvalidInput:
     free = settings.with_changes(free_memory_gib=None)
     fractions = [step / THOUSANDTHS for step in range(1, THOUSANDTHS)]
     # Below the least fraction weights do not fit, above the largest the graphs do not: the first is found first.
@@ -50,22 +141,24 @@ def _fraction(settings: PlanSettings, ask: Forecaster) -> Plan:
         plan_with(free.with_changes(mem_fraction=fractions[-1]), ask)  # says why
         raise AssertionError("a fraction both fits and does not")
     candidates = fractions[len(fractions) - 1 - fits :]
-    best = last_that_holds(len(candidates), lambda at: _leaves(_try(free, ask, mem_fraction=candidates[at])))
+    best = last_that_holds(len(candidates), lambda at: _holds(_try(free, ask, mem_fraction=candidates[at]), holds))
     if best is None:
-        raise _no_answer(plan_with(free.with_changes(mem_fraction=candidates[0]), ask), "mem-fraction")
+        return _no_answer(plan_with(free.with_changes(mem_fraction=candidates[0]), ask), "mem-fraction")
     return plan_with(free.with_changes(mem_fraction=candidates[best]), ask)
 
 
-def _ceiling(settings: PlanSettings, ask: Forecaster) -> Plan:
+def _ceiling(settings: PlanSettings, ask: Forecaster, holds: Holds) -> Plan | InvalidInput:
     whole = plan_with(settings.with_changes(buckets=None, max_tokens=None), ask)
+    if whole.backend is Backend.DISABLED:
+        return InvalidInput("no max-tokens is to be found", "a backend that captures", whole.summary)
     ceilings: Sequence[int] = generate_prefill_buckets(max(whole.resolved.prefill_ceiling, max(whole.buckets)))
     # With the fraction held: a given ceiling would else change what `auto` makes of it.
     fixed = settings.with_changes(buckets=None, max_tokens=None)
     if settings.free_memory_gib is None and whole.mem_fraction is not None:
         fixed = fixed.with_changes(mem_fraction=whole.mem_fraction)
-    best = last_that_holds(len(ceilings), lambda at: _leaves(_try(fixed, ask, max_tokens=ceilings[at])))
+    best = last_that_holds(len(ceilings), lambda at: _holds(_try(fixed, ask, max_tokens=ceilings[at]), holds))
     if best is None:
-        raise _no_answer(plan_with(fixed.with_changes(max_tokens=ceilings[0]), ask), "max-tokens")
+        return _no_answer(plan_with(fixed.with_changes(max_tokens=ceilings[0]), ask), "max-tokens")
     return plan_with(fixed.with_changes(max_tokens=ceilings[best]), ask)
 
 
@@ -76,17 +169,19 @@ def _try(settings: PlanSettings, ask: Forecaster, **changes: float) -> Plan | No
         return None
 
 
-def _leaves(plan: Plan | None) -> bool:
-    return plan is not None and leaves_reserve(plan)
+def _holds(plan: Plan | None, holds: Holds) -> bool:
+    return plan is not None and holds(plan)
 
 
 def _no_answer(least: Plan, what: str) -> InvalidInput:
     return InvalidInput(
         f"no {what} leaves {least.reserve_gib:.2f} GiB: even the smallest leaves {least.left_gib:.2f}",
-        "left is the middle of the forecast at the fullest moment of the capture, or after the decode graphs' reserve",
+        "left is the middle of the forecast at the fullest moment: of the capture, or after it"
+        + (f" with {_taken_later(least)}" if _taken_later(least) else ""),
         "take a larger GPU, raise --tp, lower --reserve or --max-tokens, or run without prefill graphs",
     )
 
 
-SOLVERS: dict[str, Callable[[PlanSettings, Forecaster], Plan]] = {"mem-fraction": _fraction, "max-tokens": _ceiling}
+Solver = Callable[[PlanSettings, Forecaster, Holds], Plan | InvalidInput]
+SOLVERS: dict[str, Solver] = {"mem-fraction": _fraction, "max-tokens": _ceiling}
 """What can be solved for, by its name on the command line."""

@@ -126,7 +126,7 @@ AT_WORST = {
     "budgeted": "watched: it stops early, or runs eager",
     "capture_first": "a smaller KV pool",
 }
-"""What happens where a capture needs more than its forecast's middle, by policy."""
+"""What a policy does wherever a capture takes more than its forecast; whether it may, the range says, not this."""
 
 MARKS = {
     "C": "captures the whole ladder",

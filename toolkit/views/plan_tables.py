@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 
+from toolkit.forecast.outcomes import PolicyOutcome
 from toolkit.forecast.plan import Plan
 from toolkit.forecast.plan_json import backend_reasons
 from toolkit.forecast.plan_ledger import LedgerLine
@@ -20,7 +21,7 @@ _SHOWN_BUCKETS = 10
 
 def plan_view(plan: Plan, *, explain: bool = False) -> list[RenderableType]:
     """A plan: what was settled, the ledger, the forecast, the policies; with `explain` each formula and its source."""
-    parts: list[RenderableType] = [*explained([plan.summary]), _head(plan), _ledger(plan)]
+    parts: list[RenderableType] = [*explained([plan.summary]), _head(plan), _ledger(plan), *_uncounted(plan)]
     if plan.forecast is not None:
         parts += [_terms(plan), _buckets(plan)]
     parts.append(_policies(plan))
@@ -28,6 +29,7 @@ def plan_view(plan: Plan, *, explain: bool = False) -> list[RenderableType]:
     parts += explained(f"assumed: {line}" for line in plan.assumptions)
     if plan.forecast is not None:
         parts += explained(f"note: {line}" for line in plan.forecast.notes)
+    parts += explained(f"note: {line}" for line in plan.notes)
     if explain:
         parts += explained(prose(plan))
     return parts + explained(f"next: {line}" for line in plan.advice)
@@ -55,7 +57,7 @@ def _head(plan: Plan) -> Table:
     table = Table(title=plain(title), title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    ladder = f"{len(plan.buckets)} ({min(plan.buckets)} to {max(plan.buckets)} tokens)" if plan.buckets else "0"
+    ladder = f"{len(plan.buckets)} ({min(plan.buckets)} to {max(plan.buckets)} tokens)" if plan.buckets else "none"
     fraction = NA if plan.mem_fraction is None else f"{plan.mem_fraction:g}"
     figures = {
         "backend": f"{plan.backend.value}: {'; '.join(backend_reasons(plan))}",
@@ -64,11 +66,29 @@ def _head(plan: Plan) -> Table:
         "chunk, decode batch": f"{plan.resolved.chunked_prefill_size} tokens, {plan.resolved.decode_max_bs} requests",
         "parameters": f"{count(plan.model.parameters)} in {plan.model.layers} layers, {plan.cell.kind} attention",
         "KV cache": f"{count(plan.ledger.kv_cache_tokens)} tokens",
-        "gate": "none in this release" if plan.release.gate_gib is None else f"{plan.release.gate_gib:.2f} GiB",
+        "gate": _gate_words(plan),
     }
     for name, value in figures.items():
         table.add_row(name, plain(value))
     return table
+
+
+def _gate_words(plan: Plan) -> str:
+    if plan.release.gate_gib is None:
+        return "none in this release"
+    if plan.forecast is None:
+        return "not asked: no prefill graph"
+    return f"{plan.release.gate_gib:.2f} GiB{', bypassed: the backend is named' if plan.settings.locked_keys else ''}"
+
+
+def _uncounted(plan: Plan) -> list[RenderableType]:
+    """What the free figures of the ledger leave out, right below them."""
+    if plan.settings.max_running_requests is not None:
+        return []
+    ledger = plan.ledger
+    table = f"the request table, {ledger.request_table_gib:.2f} GiB with a server's own {ledger.requests} requests"
+    low = " (but in `low`)" if plan.mem_fraction is not None else ""
+    return explained([f"not counted in the free figures above{low}: {table}"])
 
 
 def _ledger(plan: Plan) -> Table:
@@ -114,14 +134,22 @@ def _buckets(plan: Plan) -> Table:
 
 def _policies(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("policy", "outcome", "runner", "buckets", "free after", "KV tokens"):
+    starves = any(one.starved_gib for one in plan.policies.values())
+    later = ("later need\nlacks",) if starves or plan.settings.post_capture_need_gib else ()
+    for name in ("policy", "outcome", "runner", "buckets", "free after\nprefill", *later, "KV tokens"):
         table.add_column(name, no_wrap=name not in ("outcome", "runner"), overflow="fold")
     for name, one in plan.policies.items():
         captured = f"{len(one.captured_buckets)} of {len(plan.buckets)}"
         after = memory_words(one.free_after_gib)
-        outcome = f"{one.outcome}, uncertain" if one.tight and one.outcome == "captured" else one.outcome
-        table.add_row(name, outcome, one.runner or NA, captured, after, count(one.kv_cache_tokens))
+        outcome = f"{one.outcome}, uncertain" if one.certain is False else one.outcome
+        lacks = (_lacks(one),) if later else ()
+        table.add_row(name, outcome, one.runner or NA, captured, after, *lacks, count(one.kv_cache_tokens))
     return table
+
+
+def _lacks(one: PolicyOutcome) -> str:
+    """What a later need lacks; unknown of a server that does not start."""
+    return "nothing" if one.lacks_gib == 0 else memory_words(one.lacks_gib)
 
 
 def _figures(mib: Range) -> tuple[str, str, str]:
