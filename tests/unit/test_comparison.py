@@ -97,8 +97,10 @@ def test_what_a_skip_leaves_out_is_counted_too() -> None:
 
 
 def test_no_run_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="no run"):
-        compare_policies([])
+    wrong: Any
+    for wrong in ([], None, 5, [3]):
+        with pytest.raises(InvalidInput, match="no run"):
+            compare_policies(wrong)
 
 
 def test_it_reads_as_json_html_and_text() -> None:

@@ -255,3 +255,22 @@ def test_any_text_is_a_traffic_or_refused_in_one_line(text: str) -> None:
         return
     assert found.total > 0
     assert all(0 < tokens <= MAX_TOKENS for tokens in found.counts)
+
+
+@pytest.mark.parametrize("name", ["num_requests", "occurrences", "num_prompts", "Count", "request counts", "n"])
+def test_a_column_of_counts_is_known_by_a_part_of_its_name(name: str) -> None:
+    read = read_lengths(io.StringIO(f"input_tokens,{name}\n300,500\n7000,1\n"))
+    assert read.counts == {300: 500, 7000: 1}
+    assert "not used" not in read.source
+
+
+def test_a_column_that_is_no_count_is_said_to_be_unused() -> None:
+    read = read_lengths(io.StringIO("prompt_tokens,output_tokens\n300,500\n7000,1\n"))
+    assert read.counts == {300: 1, 7000: 1}
+    assert "each line counts once, not used: output_tokens" in read.source
+
+
+@pytest.mark.parametrize("value", ["-3", "1e3", "nan", "2.5"])
+def test_a_number_that_is_no_count_is_named_on_the_first_line_too(value: str) -> None:
+    with pytest.raises(InvalidInput, match=f"line 1: '{value}' is no token count"):
+        read_lengths(io.StringIO(f"{value}\n5\n"))

@@ -13,7 +13,7 @@ from io import BufferedReader, TextIOWrapper
 from os import PathLike, fspath
 from typing import IO, Any, Literal
 
-from toolkit.errors import InvalidInput
+from toolkit.errors import InvalidInput, one_line
 from toolkit.serverlogs.prefill_batches import parse_prefill_batch
 
 MAX_TOKENS = 1 << 31
@@ -34,8 +34,24 @@ _LENGTHS = _PREFILLS | frozenset(
         "input_length",
     )
 )
-_COUNTS = frozenset(("count", "counts", "n", "requests", "weight", "frequency", "freq"))
+_COUNTS = frozenset(
+    (
+        "count",
+        "counts",
+        "requests",
+        "prompts",
+        "prefills",
+        "weight",
+        "frequency",
+        "freq",
+        "occurrences",
+        "times",
+        "hits",
+    )
+)
+"""A column is a count when a part of its name is one of these, as in num_requests, or when it is called n."""
 _WHOLE = re.compile(r"(\d{1,20})(?:\.0{1,20})?")
+_NUMERIC = re.compile(r"[+-]?(?:\d[\d.,_eE+-]{0,40}|nan|inf)", re.IGNORECASE)
 _GROUPED = re.compile(r"\d{1,3}(?:[,_' ]\d{3}){1,6}(?:\.0{1,20})?")
 
 Kind = Literal["prompts", "prefills"]
@@ -230,7 +246,7 @@ def _is_csv(rows: list[list[str]]) -> bool:
     if not rows:
         return False
     named = not _LENGTHS.isdisjoint(_words(rows[0]))
-    return named or _is_row(rows[0]) or (len(rows) > 1 and _is_row(rows[1]) and len(rows[0]) == len(rows[1]))
+    return named or _is_numeric(rows[0]) or (len(rows) > 1 and _is_row(rows[1]) and len(rows[0]) == len(rows[1]))
 
 
 def _delimiter(lines: list[str]) -> str:
@@ -248,8 +264,13 @@ def _is_row(cells: list[str]) -> bool:
     return bool(cells) and all(_WHOLE.fullmatch(cell) or _GROUPED.fullmatch(cell) for cell in cells)
 
 
+def _is_numeric(cells: list[str]) -> bool:
+    """Numbers of any kind: those that are no token counts are refused by name, and not taken for a header."""
+    return bool(cells) and all(_NUMERIC.fullmatch(cell) for cell in cells)
+
+
 def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogram:
-    tally, columns = _Tally(), None
+    tally, columns, unused = _Tally(), None, ""
     kind: Kind = "prompts"
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -260,7 +281,8 @@ def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogra
             words = _words(cells)
             columns = _columns(words, f"{name} line {number}")
             kind = "prefills" if words[columns[0]] in _PREFILLS else "prompts"
-            if not _is_row(cells):
+            if not _is_numeric(cells):
+                unused = _not_used(words, columns)
                 continue  # the header
         length, count = columns
         where = f"{name} line {number}"
@@ -268,7 +290,15 @@ def _read_csv(lines: Iterable[str], name: str, delimiter: str) -> PromptHistogra
             raise InvalidInput(f"{where} has {len(cells)} columns", "every line has the columns of the first")
         times = _number(cells[count], where, MAX_COUNT) if count >= 0 else 1
         tally.add(_number(cells[length], where), times)
-    return tally.histogram(kind, f"{name} (CSV, {tally.used} lines used, {tally.ignored} ignored)")
+    return tally.histogram(kind, f"{name} (CSV, {tally.used} lines used, {tally.ignored} ignored{unused})")
+
+
+def _not_used(words: list[str], columns: tuple[int, int]) -> str:
+    """What a header has besides length and count, for a reader who meant one of them."""
+    others = [word or "without a name" for place, word in enumerate(words) if place not in columns]
+    shown = ", ".join(one_line(word)[:40] for word in others[:4]) + (", ..." if len(others) > 4 else "")
+    once = "each line counts once, " if columns[1] < 0 else ""
+    return f"; {once}not used: {shown}" if others else ""
 
 
 def _words(cells: list[str]) -> list[str]:
@@ -279,7 +309,8 @@ def _columns(words: list[str], where: str) -> tuple[int, int]:
     """Which column holds the length, and which the count (-1: none), from the first line."""
     lengths = [place for place, word in enumerate(words) if word in _LENGTHS]
     if lengths:
-        return lengths[0], next((place for place, word in enumerate(words) if word in _COUNTS), -1)
+        counts = (place for place, word in enumerate(words) if word == "n" or not _COUNTS.isdisjoint(word.split("_")))
+        return lengths[0], next((place for place in counts if place != lengths[0]), -1)
     if len(words) > 2:
         raise InvalidInput(
             f"{where} has {len(words)} columns and none is called a length",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ def compare_policies(records: Sequence[RunRecord], traffic: Any = None) -> Polic
     Raises:
         InvalidInput: there is no run, or the traffic cannot be used.
     """
-    records = tuple(records)
+    records = tuple(records) if isinstance(records, Iterable) else (records,)
     for record in records:
         if not isinstance(record, RunRecord):
             raise InvalidInput(f"{type(record).__name__} is no run", "run records", "for example toolkit.compare()")
