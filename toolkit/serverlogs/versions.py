@@ -18,7 +18,7 @@ VERSIONS = tuple(f"0.5.{patch}" for patch in range(_FIRST, _LAST + 1))
 def possible_versions(startups: Sequence[Startup]) -> tuple[str, ...]:
     """Releases whose wording the log has; empty when nothing narrows them down, nothing fits, or it is older."""
     bounds = [bound for startup in startups for bound in _bounds(startup)]
-    if not bounds or any(_is_older(startup) for startup in startups):
+    if not bounds or any(is_older(startup) for startup in startups):
         return ()
     least, most = max(low for low, _ in bounds), min(high for _, high in bounds)
     return VERSIONS[least - _FIRST : most - _FIRST + 1]
@@ -29,6 +29,22 @@ def with_rule(cause: str) -> tuple[str, ...]:
     return tuple(version for version in VERSIONS if cause in _names_of_rules(version))
 
 
+def newest_version(startups: Sequence[Startup]) -> tuple[str | None, str]:
+    """The newest release that wording allows, whose rules and flags are taken, and why in words.
+
+    None and no words where nothing narrows it down. For builds older than all of `VERSIONS` it is the first of them:
+    no rules are known that are nearer.
+    """
+    if any(is_older(startup) for startup in startups):
+        return VERSIONS[0], f"the log's wording is older than {VERSIONS[0]}, the oldest release with known rules"
+    found = possible_versions(startups)
+    if not found or found == VERSIONS:
+        return None, ""
+    if len(found) == 1:
+        return found[0], f"the log's wording is that of {found[0]}"
+    return found[-1], f"the newest release that the log's wording allows ({found[0]} to {found[-1]})"
+
+
 @cache
 def _names_of_rules(version: str) -> frozenset[str]:
     from toolkit.memory.release import get_release
@@ -36,7 +52,8 @@ def _names_of_rules(version: str) -> frozenset[str]:
     return frozenset(rule.name for rule in get_release(version).rules if rule.line is not None)
 
 
-def _is_older(startup: Startup) -> bool:
+def is_older(startup: Startup) -> bool:
+    """Whether a start has the wording of builds before the first of `VERSIONS`."""
     begins = [capture.begin for capture in startup.captures if capture.begin is not None]
     return any(begin.wording == "old" for begin in begins)
 
