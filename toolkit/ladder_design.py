@@ -14,12 +14,14 @@ from toolkit.ladder_choice import Limits, best_ladder, ceiling_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_holdout import FEWEST_HELD_OUT, HeldOut, hold_out
 from toolkit.ladder_models import CostModel
-from toolkit.ladder_notes import change_words, design_notes, why_empty
+from toolkit.ladder_notes import caution_words, change_words, design_notes, why_empty
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NO_GRAPH_FLAG = "--disable-prefill-cuda-graph"
+FLAGS = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-prefill", "--cuda-graph-bs-prefill")
+"""Without a ladder; ceiling and buckets of one. Those after them are of builds up to about June 2026."""
+OLD_FLAGS = ("--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "--piecewise-cuda-graph-tokens")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class LadderDesign:
         held_out: the check on prefills that were held out, None with too few of them or no bucket.
         empty_because: why the proposal has no bucket; empty where it has one.
         kept: buckets it had to have to keep the ceiling.
+        old_flags: whether the server is a build with the old names of the flags.
     """
 
     default: Coverage
@@ -57,6 +60,7 @@ class LadderDesign:
     held_out: HeldOut | None = None
     empty_because: str = ""
     kept: tuple[int, ...] = ()
+    old_flags: bool = False
 
     @property
     def ladder(self) -> tuple[int, ...]:
@@ -90,10 +94,20 @@ class LadderDesign:
         0.5.23 (read in the published wheels). The ceiling is given too: with the list alone it stays at its default,
         and attention data parallelism may then build another ladder.
         """
+        off, ceiling, buckets = OLD_FLAGS if self.old_flags else FLAGS
         if not self.ladder:
-            return [NO_GRAPH_FLAG]
+            return [off]
         listed = [str(bucket) for bucket in self.ladder]
-        return ["--cuda-graph-max-bs-prefill", listed[-1], "--cuda-graph-bs-prefill", *listed]
+        return [ceiling, listed[-1], buckets, *listed]
+
+    @property
+    def flags_of(self) -> str:
+        """Whose flags they are, in words."""
+        return (
+            f"an SGLang server older than {self.sglang_version}"
+            if self.old_flags
+            else f"an SGLang {self.sglang_version} server"
+        )
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -149,8 +163,14 @@ class LadderDesign:
         }
 
     def sentence(self) -> str:
-        """The result in one sentence."""
-        return change_words(self.default, self.proposal)
+        """The result in one sentence, after one that says why it is not to be relied on where that is so."""
+        changes = change_words(self.default, self.proposal)
+        return f"{self.caution}. For these very prefills: {changes}" if self.caution else changes
+
+    @property
+    def caution(self) -> str:
+        """Why the proposal is not to be relied on for the next prefills; empty where nothing speaks against it."""
+        return caution_words(self.default, self.proposal, self.held_out)
 
     def held_out_words(self) -> str:
         """The check on prefills that were held out, in one sentence."""
@@ -200,6 +220,7 @@ def design(
     notes: Sequence[str] = (),
     step: int = 1,
     keep_ceiling: bool = False,
+    old_flags: bool = False,
 ) -> LadderDesign:
     """The design for prefills of these token counts, compared with the ladder `default`.
 
@@ -243,4 +264,5 @@ def design(
         held_out=held_out,
         empty_because="" if ladder else why_empty(histogram, default, cost, replay_limit, limits, step),
         kept=required,
+        old_flags=old_flags,
     )

@@ -32,6 +32,31 @@ def change_words(before: Coverage, after: Coverage) -> str:
     return f"{start}: {', '.join(parts) or 'eager, padding and expected cost are the same'}"
 
 
+def caution_words(before: Coverage, after: Coverage, held_out: HeldOut | None) -> str:
+    """Why a proposal that looks better may not be: what comes before its gains are told. Empty where nothing does."""
+    parts = []
+    if worse_unseen(before, after, held_out):
+        assert held_out is not None
+        parts.append(
+            f"keep the default ladder: one fitted to half of these prefills costs {-held_out.gain:.1%} more than it "
+            "for the other half"
+        )
+    if too_few(after):
+        parts.append(f"{after.prefills} prefills are too few to fit {len(after.ladder)} buckets to")
+    return "; ".join(parts)
+
+
+def worse_unseen(before: Coverage, after: Coverage, held_out: HeldOut | None) -> bool:
+    """Whether the ladder looks no worse than the default one only for the prefills it was fitted to."""
+    return held_out is not None and held_out.gain < -_NOTABLE and after.mean_cost <= before.mean_cost
+
+
+def too_few(after: Coverage) -> bool:
+    """Whether there are too few prefills for so many buckets."""
+    buckets = len(after.ladder)
+    return bool(buckets) and (after.prefills < FEW_PREFILLS or after.prefills < FEW_PER_BUCKET * buckets)
+
+
 def _gib(value: float | None) -> str:
     if value is None:
         return "n/a"
@@ -45,7 +70,7 @@ def _seconds(value: float | None) -> str:
 def design_notes(before: Coverage, after: Coverage, longest: int, held_out: HeldOut | None) -> list[str]:
     """What to beware of in the proposal `after`, for prefills of up to `longest` tokens."""
     notes = [*_few(after), *_lower_ceiling(before, after, longest), *_more_eager(before, after)]
-    if held_out is not None and held_out.gain < -_NOTABLE and after.mean_cost <= before.mean_cost:
+    if worse_unseen(before, after, held_out):
         notes.append(
             "for prefills that were held out a ladder fitted like this one costs more than the default ladder: "
             "give more traffic, or keep the default ladder"
@@ -55,7 +80,7 @@ def design_notes(before: Coverage, after: Coverage, longest: int, held_out: Held
 
 def _few(after: Coverage) -> list[str]:
     buckets = len(after.ladder)
-    if not buckets or (after.prefills >= FEW_PREFILLS and after.prefills >= FEW_PER_BUCKET * buckets):
+    if not too_few(after):
         return []
     return [
         f"{after.prefills} prefills are few for {buckets} buckets ({after.prefills / buckets:.1f} for each): the "

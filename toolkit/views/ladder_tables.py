@@ -32,9 +32,10 @@ _ROWS: tuple[tuple[str, Callable[[Coverage], str]], ...] = (
 def ladder_view(made: LadderDesign) -> list[RenderableType]:
     """The default ladder, the proposal and no graphs side by side; then the ladder, its flags and what to know."""
     laws = {"memory": made.limits.memory, "time": made.limits.time}
+    seen = " (see the caution above)" if made.caution else ""
     lines = [
         f"ladder: {', '.join(map(str, made.ladder)) or f'no bucket: {made.empty_because}'}",
-        f"flags of an SGLang {made.sglang_version} server: {' '.join(made.server_flags())}",
+        f"flags of {made.flags_of}{seen}: {' '.join(made.server_flags())}",
         f"cost: {made.cost.source}",
         f"choice: {choice_words(made)}",
         f"held-out check: {made.held_out_words()}",
