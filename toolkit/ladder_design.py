@@ -14,7 +14,7 @@ from toolkit.ladder_choice import Limits, best_ladder, ceiling_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_holdout import FEWEST_HELD_OUT, HeldOut, hold_out
 from toolkit.ladder_models import CostModel
-from toolkit.ladder_notes import caution_words, change_words, design_notes, why_empty
+from toolkit.ladder_notes import budget_notes, caution_words, change_words, design_notes, why_empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +42,7 @@ class LadderDesign:
         notes: what to know about the figures.
         held_out: the check on prefills that were held out, None with too few of them or no bucket.
         empty_because: why the proposal has no bucket; empty where it has one.
+        undecided: whether that is uncertain, because a budget lies in the range of what a ladder takes.
         kept: buckets it had to have to keep the ceiling.
         old_flags: whether the server is a build with the old names of the flags.
     """
@@ -59,6 +60,7 @@ class LadderDesign:
     notes: tuple[str, ...] = ()
     held_out: HeldOut | None = None
     empty_because: str = ""
+    undecided: bool = False
     kept: tuple[int, ...] = ()
     old_flags: bool = False
 
@@ -88,12 +90,14 @@ class LadderDesign:
         return {"default": self.default, "proposal": self.proposal, "no graphs": self.no_graphs}
 
     def server_flags(self) -> list[str]:
-        """The arguments of an SGLang server that set the ladder, one word each.
+        """The arguments of an SGLang server that set the ladder, one word each; none where it is undecided.
 
         `cuda_graph_bs_prefill` and `cuda_graph_max_bs_prefill` are fields of ServerArgs in every release 0.5.15 to
         0.5.23 (read in the published wheels). The ceiling is given too: with the list alone it stays at its default,
         and attention data parallelism may then build another ladder.
         """
+        if self.undecided:
+            return []
         off, ceiling, buckets = OLD_FLAGS if self.old_flags else FLAGS
         if not self.ladder:
             return [off]
@@ -164,6 +168,8 @@ class LadderDesign:
 
     def sentence(self) -> str:
         """The result in one sentence, after one that says why it is not to be relied on where that is so."""
+        if self.undecided:
+            return f"no ladder is proposed: {self.empty_because}"
         changes = change_words(self.default, self.proposal)
         return f"{self.caution}. For these very prefills: {changes}" if self.caution else changes
 
@@ -248,7 +254,9 @@ def design(
         return cover(histogram, buckets, cost, replay_limit, memory_gib=memory, capture_s=seconds)
 
     before, after = coverage(default), coverage(ladder)
+    because, certain = ("", True) if ladder else why_empty(histogram, default, cost, replay_limit, limits, step)
     held_out = hold_out(histogram, default, cost, replay_limit, limits, step, required) if ladder else None
+    cautions = design_notes(before, after, max(histogram), held_out) if certain else ()
     return LadderDesign(
         default=before,
         proposal=after,
@@ -260,9 +268,10 @@ def design(
         exact=exact,
         histogram=histogram,
         traffic=traffic,
-        notes=(*notes, *design_notes(before, after, max(histogram), held_out)),
+        notes=(*notes, *budget_notes(limits, ladder), *cautions),
         held_out=held_out,
-        empty_because="" if ladder else why_empty(histogram, default, cost, replay_limit, limits, step),
+        empty_because=because,
+        undecided=not certain,
         kept=required,
         old_flags=old_flags,
     )
