@@ -200,6 +200,15 @@ def test_no_pool_is_made_up_for_a_policy_that_sizes_it_last() -> None:
     assert "2.05 GiB and the 49.92 GiB of a KV pool" in first.reason
 
 
+def test_decode_graphs_that_were_captured_before_are_not_needed_again() -> None:
+    """Old builds capture decode first (lines 5 to 8 of the log), newer ones afterwards."""
+    old = _measured((LOGS / "sglang_old_piecewise.log").read_text(), gpu="b200-180gb")
+    new = _measured((LOGS / "sglang_clean.log").read_text())
+    for measured, later in ((old, False), (new, True)):
+        budgeted = next(one for one in measured.verdicts if one.policy == "budgeted")
+        assert ("needed later" in budgeted.reason) is later
+
+
 def test_capture_time_has_the_range_of_the_captures_it_is_from() -> None:
     """Public captures of 58 buckets took 22.96 s and 26.3 s."""
     row = next(row for row in _measured((LOGS / "sglang_clean.log").read_text()).rows if row.what == "capture time")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from toolkit.errors import PrefillLabError
@@ -149,8 +149,9 @@ def _beside(
     notes: tuple[str, ...] = ()
     room, free = None, _free_before(ledger, capture)
     if free and other is None:
-        judged, notes = verdicts(plan, free, ledger, said.most_tokens, said.backend_named)
-        room = forecast_room(startup.index, plan, free)
+        now = _with_decode_done(plan) if _decode_is_done(startup, ledger, capture) else plan
+        judged, notes = verdicts(now, free, ledger, said.most_tokens, said.backend_named)
+        room = forecast_room(startup.index, now, free)
     capped = _capped_words(plan, said.most_tokens)
     return Measured(
         startup=startup.index,
@@ -166,6 +167,19 @@ def _beside(
         mismatch=other,
         room=room,
     )
+
+
+def _decode_is_done(startup: Startup, ledger: RankLedger, capture: CaptureReport | None) -> bool:
+    """Whether the decode graphs were captured before what was free was read, as old builds do."""
+    if capture is None or not capture.lines:
+        return False
+    ends = [each.end for each in startup.captures if each.phase == "decode" and each.rank.label == ledger.rank]
+    return any(end is not None and end.line < capture.lines[0] for end in ends)
+
+
+def _with_decode_done(plan: Plan) -> Plan:
+    """The plan without a later need of decode graphs."""
+    return replace(plan, resolved=replace(plan.resolved, decode_on=False))
 
 
 def _capped_words(plan: Plan, most: int | None) -> tuple[str, ...]:
