@@ -128,6 +128,14 @@ def test_a_pool_of_unknown_dtype_is_told() -> None:
     assert any("float4_e2m1fn_x2: a plan does not know its size" in one for one in measured.assumptions)
 
 
+@pytest.mark.parametrize("arguments", ["tp_size=1", "cuda_graph_backend_prefill='tc_piecewise'"])
+def test_a_backend_that_later_releases_refuse_is_planned_by_one_that_takes_it(arguments: str) -> None:
+    """SGLang 0.5.22 and later refuse tc_piecewise (data/sglang_rules.json, executed)."""
+    measured = _measured(_log(BEGIN.replace("breakable", "tc_piecewise"), arguments=arguments))
+    assert measured.sglang_version == "0.5.21"
+    assert "prefill backend tc_piecewise: as the log shows" in measured.assumptions
+
+
 def test_an_old_piecewise_server_is_planned_as_one() -> None:
     measured = _measured((LOGS / "sglang_old_piecewise.log").read_text(), gpu="b200-180gb")
     assert measured.sglang_version == "0.5.15"

@@ -70,13 +70,23 @@ def _bounds(startup: Startup) -> Iterator[tuple[int, int]]:
             yield _FIRST, 20
         for capture in log.captures:
             if capture.begin is not None:
-                yield _FIRST, _LAST
+                yield _of_backend(capture.begin.backend if capture.phase == "prefill" else None)
             if capture.end is not None and capture.end.ladder is not None:
                 yield 22, _LAST
     if any(notice.code == "moved_to_tc_piecewise" for notice in startup.notices):
         yield 16, 21
+    if startup.start is not None and startup.start.values.get("cuda_graph_backend_prefill") == "tc_piecewise":
+        yield _of_backend("tc_piecewise")
     for line in startup.disables:
         yield from _of_rule(line)
+
+
+def _of_backend(name: str | None) -> tuple[int, int]:
+    """Releases that take a prefill backend of that name; all of them where none does, as on other devices."""
+    from toolkit.memory.release import get_release
+
+    found = [version for version in VERSIONS if name in get_release(version).prefill_backends] or VERSIONS
+    return VERSIONS.index(found[0]) + _FIRST, VERSIONS.index(found[-1]) + _FIRST
 
 
 def _of_rule(line: DisableLine) -> Iterator[tuple[int, int]]:
