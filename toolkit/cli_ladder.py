@@ -23,7 +23,9 @@ Chunk = Annotated[
     int | None, typer.Option("--chunked-prefill-size", metavar="N", help="Tokens of a chunk; splits longer prompts.")
 ]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Ceiling of the default ladder to compare with.")]
-Buckets = Annotated[str | None, typer.Option(metavar="8,16,...", help="The ladder to compare with, tokens.")]
+Buckets = Annotated[
+    str | None, typer.Option(metavar="8,16,...", help="The ladder to compare with, tokens. [the log's own]")
+]
 KeepCeiling = Annotated[
     bool, typer.Option("--keep-ceiling", help="Prompts longer than any seen replay as with the default ladder.")
 ]
@@ -36,7 +38,9 @@ Model = Annotated[str | None, typer.Option(metavar="ID|PATH|HUB_ID", help="Plan 
 Gpu = Annotated[str | None, typer.Option(metavar="ID", help="Its card; with --model. [h100-80gb]")]
 Tp = Annotated[int | None, typer.Option(metavar="N", help="Its tensor parallel size; with --model. [1]")]
 Backend = Annotated[str | None, typer.Option(metavar="NAME", help="Its prefill backend; with --model. [auto]")]
-Version = Annotated[str | None, typer.Option(metavar="V", help="Whose rules hold: 0.5.15 to 0.5.23. [the newest]")]
+Version = Annotated[
+    str | None, typer.Option(metavar="V", help="Whose rules and flags: 0.5.15 to 0.5.23. [by a log's wording]")
+]
 
 
 def ladder(

@@ -55,10 +55,15 @@ class Limits:
         pairs = ((self.memory, self.memory_gib), (self.time, self.time_s))
         return [Budget(law, limit) for law, limit in pairs if law is not None and limit is not None]
 
+    @property
+    def limited(self) -> list[tuple[str, str, LadderLaw, float]]:
+        """(name, unit, law, budget) of each GiB or second that is limited."""
+        every = (("memory", "GiB", self.memory, self.memory_gib), ("time", "s", self.time, self.time_s))
+        return [(name, unit, law, most) for name, unit, law, most in every if law is not None and most is not None]
+
     def words(self, ladder: Sequence[int]) -> list[str]:
-        """What a ladder takes of each GiB or second that is limited, for example `0.61 GiB`."""
-        pairs = ((self.memory, self.memory_gib, "GiB"), (self.time, self.time_s, "s"))
-        return [f"{law.of(ladder):.2f} {unit}" for law, limit, unit in pairs if law is not None and limit is not None]
+        """What a ladder takes of each GiB or second that is limited, for example `0.61 GiB (0.50 to 0.75)`."""
+        return [law.words(ladder, unit) for _, unit, law, _ in self.limited]
 
 
 def candidate_buckets(

@@ -14,12 +14,14 @@ from toolkit.ladder_choice import Limits, best_ladder, ceiling_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_holdout import FEWEST_HELD_OUT, HeldOut, hold_out
 from toolkit.ladder_models import CostModel
-from toolkit.ladder_notes import change_words, design_notes, why_empty
+from toolkit.ladder_notes import budget_notes, caution_words, change_words, design_notes, why_empty
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NO_GRAPH_FLAG = "--disable-prefill-cuda-graph"
+FLAGS = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-prefill", "--cuda-graph-bs-prefill")
+"""Without a ladder; ceiling and buckets of one. Those after them are of builds up to about June 2026."""
+OLD_FLAGS = ("--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "--piecewise-cuda-graph-tokens")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class LadderDesign:
         notes: what to know about the figures.
         held_out: the check on prefills that were held out, None with too few of them or no bucket.
         empty_because: why the proposal has no bucket; empty where it has one.
+        undecided: whether that is uncertain, because a budget lies in the range of what a ladder takes.
         kept: buckets it had to have to keep the ceiling.
+        old_flags: whether the server is a build with the old names of the flags.
     """
 
     default: Coverage
@@ -56,7 +60,9 @@ class LadderDesign:
     notes: tuple[str, ...] = ()
     held_out: HeldOut | None = None
     empty_because: str = ""
+    undecided: bool = False
     kept: tuple[int, ...] = ()
+    old_flags: bool = False
 
     @property
     def ladder(self) -> tuple[int, ...]:
@@ -84,16 +90,28 @@ class LadderDesign:
         return {"default": self.default, "proposal": self.proposal, "no graphs": self.no_graphs}
 
     def server_flags(self) -> list[str]:
-        """The arguments of an SGLang server that set the ladder, one word each.
+        """The arguments of an SGLang server that set the ladder, one word each; none where it is undecided.
 
         `cuda_graph_bs_prefill` and `cuda_graph_max_bs_prefill` are fields of ServerArgs in every release 0.5.15 to
         0.5.23 (read in the published wheels). The ceiling is given too: with the list alone it stays at its default,
         and attention data parallelism may then build another ladder.
         """
+        if self.undecided:
+            return []
+        off, ceiling, buckets = OLD_FLAGS if self.old_flags else FLAGS
         if not self.ladder:
-            return [NO_GRAPH_FLAG]
+            return [off]
         listed = [str(bucket) for bucket in self.ladder]
-        return ["--cuda-graph-max-bs-prefill", listed[-1], "--cuda-graph-bs-prefill", *listed]
+        return [ceiling, listed[-1], buckets, *listed]
+
+    @property
+    def flags_of(self) -> str:
+        """Whose flags they are, in words."""
+        return (
+            f"an SGLang server older than {self.sglang_version}"
+            if self.old_flags
+            else f"an SGLang {self.sglang_version} server"
+        )
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -149,8 +167,16 @@ class LadderDesign:
         }
 
     def sentence(self) -> str:
-        """The result in one sentence."""
-        return change_words(self.default, self.proposal)
+        """The result in one sentence, after one that says why it is not to be relied on where that is so."""
+        if self.undecided:
+            return f"no ladder is proposed: {self.empty_because}"
+        changes = change_words(self.default, self.proposal)
+        return f"{self.caution}. For these very prefills: {changes}" if self.caution else changes
+
+    @property
+    def caution(self) -> str:
+        """Why the proposal is not to be relied on for the next prefills; empty where nothing speaks against it."""
+        return caution_words(self.default, self.proposal, self.held_out)
 
     def held_out_words(self) -> str:
         """The check on prefills that were held out, in one sentence."""
@@ -200,6 +226,7 @@ def design(
     notes: Sequence[str] = (),
     step: int = 1,
     keep_ceiling: bool = False,
+    old_flags: bool = False,
 ) -> LadderDesign:
     """The design for prefills of these token counts, compared with the ladder `default`.
 
@@ -227,7 +254,9 @@ def design(
         return cover(histogram, buckets, cost, replay_limit, memory_gib=memory, capture_s=seconds)
 
     before, after = coverage(default), coverage(ladder)
+    because, certain = ("", True) if ladder else why_empty(histogram, default, cost, replay_limit, limits, step)
     held_out = hold_out(histogram, default, cost, replay_limit, limits, step, required) if ladder else None
+    cautions = design_notes(before, after, max(histogram), held_out) if certain else ()
     return LadderDesign(
         default=before,
         proposal=after,
@@ -239,8 +268,10 @@ def design(
         exact=exact,
         histogram=histogram,
         traffic=traffic,
-        notes=(*notes, *design_notes(before, after, max(histogram), held_out)),
+        notes=(*notes, *budget_notes(limits, ladder), *cautions),
         held_out=held_out,
-        empty_because="" if ladder else why_empty(histogram, default, cost, replay_limit, limits, step),
+        empty_because=because,
+        undecided=not certain,
         kept=required,
+        old_flags=old_flags,
     )

@@ -168,6 +168,7 @@ class LadderLaw:
         per_token: paid by each token of each bucket.
         source: where the figures come from.
         check: the figure of a whole ladder, where the terms are only fitted to it.
+        bounds: between which the figure of a whole ladder should lie; None where nothing says.
     """
 
     largest: Curve
@@ -175,6 +176,7 @@ class LadderLaw:
     per_token: float
     source: str
     check: Callable[[tuple[int, ...]], float] | None = None
+    bounds: Callable[[tuple[int, ...]], tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
         if not (self.per_bucket >= 0 and self.per_token >= 0):
@@ -193,6 +195,17 @@ class LadderLaw:
     def of(self, ladder: Sequence[int]) -> float:
         """The figure as well as it is known: `check` where there is one, else the terms."""
         return self.check(tuple(ladder)) if self.check is not None and ladder else self.fitted(ladder)
+
+    def between(self, ladder: Sequence[int]) -> tuple[float, float]:
+        """(least, most) that a ladder should take; the figure itself, twice, where no range is known."""
+        if self.bounds is None or not ladder:
+            return self.of(ladder), self.of(ladder)
+        return self.bounds(tuple(ladder))
+
+    def words(self, ladder: Sequence[int], unit: str) -> str:
+        """What a ladder takes, with its range where there is one, for example `0.51 GiB (0.38 to 0.68)`."""
+        low, high = self.between(ladder)
+        return f"{self.of(ladder):.2f} {unit}" + (f" ({low:.2f} to {high:.2f})" if low != high else "")
 
     @classmethod
     def from_steps(

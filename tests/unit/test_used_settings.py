@@ -58,6 +58,11 @@ ARGUMENTS = "server_args=ServerArgs(model_path='Qwen/Qwen3-8B', {}, tp_size=8)\n
         ("disable_cuda_graph=True", "backend", "disabled"),
         ("cuda_graph_backend_prefill='full'", "backend", "full"),
         ("cuda_graph_max_bs_prefill=512", "max_tokens", 512),
+        ("cuda_graph_bs_prefill=[4, 64, 512]", "buckets", (4, 64, 512)),
+        ("cuda_graph_bs_prefill=[4, 64, 512], cuda_graph_max_bs_prefill=512", "buckets", (4, 64, 512)),
+        ("piecewise_cuda_graph_tokens=[16, 64]", "buckets", (16, 64)),
+        ("cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(bs=[4, 96], max_bs=96))", "buckets", (4, 96)),
+        ("cuda_graph_bs_prefill=[4, 8, 12]", "max_tokens", 12),
         ("chunked_prefill_size=4096", "chunked_prefill_size", 4096),
         ("chunked_prefill_size=-1", "chunked_prefill_size", None),
         ("dtype='float16'", "dtype", "float16"),
@@ -68,6 +73,18 @@ def test_each_argument_has_its_setting(arguments: str, setting: str, value: obje
     used = used_settings(diagnose(ARGUMENTS.format(arguments)))
     assert used.settings[setting] == value and used.tp == 8
     assert any(one.startswith("tp 8") for one in used.left_out)
+
+
+def test_a_ladder_of_the_arguments_survives_the_gate() -> None:
+    used = used_settings(diagnose(ARGUMENTS.format("cuda_graph_bs_prefill=[4, 64, 512]") + GATE.read_text()))
+    assert used.settings["buckets"] == (4, 64, 512)
+    assert not any(one.startswith("ladder") for one in used.left_out)
+
+
+@pytest.mark.parametrize("listed", ["[]", "[0, 4]", "[4, 99999999]", "None", "[4, 8"])
+def test_a_list_that_is_no_ladder_is_not_taken(listed: str) -> None:
+    used = used_settings(diagnose(ARGUMENTS.format(f"cuda_graph_bs_prefill={listed}")))
+    assert "buckets" not in used.settings and used.settings["max_tokens"] is None
 
 
 def test_a_value_that_no_setting_takes_is_named() -> None:

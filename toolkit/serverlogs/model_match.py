@@ -1,10 +1,12 @@
-"""Whether a log is of the model that it is compared with: by the name that it prints and by the weights it loaded."""
+"""Whether a log is of the model and of the card that it is compared with: by names, weights and memory it prints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.catalogue import search_models
+from toolkit.hardware import GpuSpec
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger
 from toolkit.serverlogs.startup import Startup
@@ -14,23 +16,66 @@ if TYPE_CHECKING:
 
 MOST_OFF = 0.25
 """Share by which weights may differ from the planned ones: packing and embeddings differ by less between formats."""
+_CARD_OFF = 0.05
+"""Share by which memory may exceed the card's, or a printed card differ: drivers keep more or less back."""
+_LEAST_FREE = 0.75
+"""With a smaller share of the card free before the weights, it is another card or it is shared."""
 _LEAST_GIB = 0.25  # below that, small models differ by what a context takes
 
 
-def mismatch(startup: Startup, ledger: RankLedger, plan: Plan) -> Finding | None:
-    """MODEL_MISMATCH when the log names another model, or its weights are not those that the plan counts."""
-    said = [part for part in (_named(startup, plan), _weighed(startup, ledger, plan)) if part is not None]
-    if not said:
+def mismatch(
+    startup: Startup, ledgers: Sequence[RankLedger], ledger: RankLedger, plan: Plan, *, weighed: bool = True
+) -> Finding | None:
+    """Why the log is not of the planned server, None where nothing speaks against it.
+
+    MODEL_MISMATCH when it names another model, or the weights of `ledger` are not those that the plan counts (not
+    looked at unless `weighed`); CARD_MISMATCH when any rank shows memory that the card has not, or has far more of.
+    """
+    model = [_named(startup, plan), _weighed(startup, ledger, plan) if weighed else None]
+    said = [part for part in model if part is not None]
+    card = _card(startup, ledgers, plan.gpu)
+    if not said and card is None:
         return None
+    what = f"{plan.model.id} (tp {plan.settings.tp}, {_weights(plan)} weights)" if said else f"one of {plan.gpu.name}"
+    give = "model, tp and weights" if card is None else "model, tp, weights and card" if said else "card"
+    said += [card] if card is not None else []
     return Finding(
-        "MODEL_MISMATCH",
+        "MODEL_MISMATCH" if said != [card] else "CARD_MISMATCH",
         "warning",
-        f"This log does not look like {plan.model.id} (tp {plan.settings.tp}, {_weights(plan)} weights): "
-        f"{' and '.join(words for words, _ in said)}.",
+        f"This log does not look like {what}: {' and '.join(words for words, _ in said)}.",
         tuple(line for _, line in said),
-        "Give the model, tp and weights of this server; the forecast beside it is of another, so no policy is judged.",
+        f"Give the {give} of this server; the forecast beside it is of another, so no policy is judged.",
         startups=(startup.index,),
     )
+
+
+def _card(startup: Startup, ledgers: Sequence[RankLedger], gpu: GpuSpec) -> tuple[str, int] | None:
+    """The card's size as an error prints it, else the most memory that any rank shows, against the card's own."""
+    seen = f"where {gpu.id} gives {gpu.visible_gib:.2f} GiB"
+    for oom in startup.ooms:
+        if oom.total_gib is not None:
+            off = abs(oom.total_gib - gpu.visible_gib) > _CARD_OFF * gpu.visible_gib
+            return (f"its card has {oom.total_gib:.2f} GiB in all {seen}", oom.line) if off else None
+    most, line = max(((_shown(one), _first_line(one)) for one in ledgers), default=(0.0, 0))
+    if most > gpu.visible_gib * (1 + _CARD_OFF):
+        return f"{most:.2f} GiB were free or in use on one rank {seen}", line
+    baselines = [one for one in ledgers if one.baseline_gib is not None]
+    free = max((one.baseline_gib or 0.0 for one in baselines), default=None)
+    if free is None or free >= _LEAST_FREE * gpu.visible_gib:
+        return None
+    words = f"only {free:.2f} GiB were free before the weights {seen}: another card, or others' memory on it"
+    return words, _first_line(baselines[0])
+
+
+def _shown(ledger: RankLedger) -> float:
+    """The most memory that a rank's lines show at one time: free before the weights, or taken and left after them."""
+    later = ledger.free_after_pools_gib if ledger.free_after_pools_gib is not None else ledger.free_before_capture_gib
+    taken = (ledger.weights_gib or 0.0) + (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0) + (later or 0.0)
+    return max([taken, ledger.baseline_gib or 0.0, *(stage.free_gib for stage in ledger.stages)])
+
+
+def _first_line(ledger: RankLedger) -> int:
+    return ledger.stages[0].line if ledger.stages else 0
 
 
 def _weights(plan: Plan) -> str:

@@ -8,13 +8,15 @@ import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader, TextIOWrapper
 from os import PathLike, fspath
 from typing import IO, Any, Literal
 
 from toolkit.errors import InvalidInput, one_line
+from toolkit.serverlogs.fold import read_log
 from toolkit.serverlogs.prefill_batches import parse_prefill_batch
+from toolkit.serverlogs.traffic_server import TrafficServer, traffic_server
 
 MAX_TOKENS = 1 << 31
 MAX_COUNT = 1 << 53
@@ -70,6 +72,7 @@ class PromptHistogram:
         ignored: lines or values that were not: blank, empty prompts, other lines of a log.
         replayed: of a log, how many of the prefills it says replayed a graph.
         eager: of a log, how many of the prefills it says ran eager.
+        server: of a log, what it shows of its server; None where it shows nothing.
     """
 
     counts: Mapping[int, int] = field(repr=False)
@@ -79,6 +82,7 @@ class PromptHistogram:
     ignored: int = 0
     replayed: int = 0
     eager: int = 0
+    server: TrafficServer | None = None
 
     @property
     def total(self) -> int:
@@ -322,14 +326,7 @@ def _columns(words: list[str], where: str) -> tuple[int, int]:
 
 def _read_log(lines: Iterable[str], name: str) -> PromptHistogram:
     tally = _Tally()
-    for line in lines:
-        batch = parse_prefill_batch(line)
-        if batch is None or not 0 < batch.new_token <= MAX_TOKENS:
-            tally.ignored += 1
-            continue
-        tally.add(batch.new_token)
-        tally.replayed += batch.graph is True
-        tally.eager += batch.graph is False
+    log = read_log(_counted(lines, tally))  # one reading of the file for both
     if not tally.used:
         raise InvalidInput(
             f"{name} has no `Prefill batch` line and is no CSV of lengths",
@@ -337,4 +334,24 @@ def _read_log(lines: Iterable[str], name: str) -> PromptHistogram:
         )
     said = tally.replayed + tally.eager
     seen = f"; the server says {tally.replayed / said:.2%} replayed" if said else ""
-    return tally.histogram("prefills", f"{name} (server log, {tally.used} prefill batches{seen})")
+    made = tally.histogram("prefills", f"{name} (server log, {tally.used} prefill batches{seen})")
+    return replace(made, server=traffic_server(log))
+
+
+def _counted(lines: Iterable[str], tally: _Tally) -> Iterator[str]:
+    """The lines, with their prefill batches counted on the way; of a run of batches all but the first are blank."""
+    blank, before = 0, False
+    for line in lines:
+        batch = parse_prefill_batch(line)
+        if before and batch is not None and blank < _LONGEST_LINE:
+            blank += 1  # together, so that a long run takes no room
+        else:
+            yield "\n" * blank + line
+            blank = 0
+        before = batch is not None
+        if batch is None or not 0 < batch.new_token <= MAX_TOKENS:
+            tally.ignored += 1
+        else:
+            tally.add(batch.new_token)
+            tally.replayed += batch.graph is True
+            tally.eager += batch.graph is False

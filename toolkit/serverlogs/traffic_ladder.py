@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from numbers import Real
 from operator import index
 from typing import Any
@@ -20,6 +21,7 @@ from toolkit.memory.release import get_release
 from toolkit.runs.ladder_measured import measured_cost, measured_memory, measured_notes, measured_time
 from toolkit.runs.record import RunRecord
 from toolkit.serverlogs.traffic import PromptHistogram, read_lengths
+from toolkit.serverlogs.traffic_server import TrafficServer
 from toolkit.settings import MAX_BUCKET_TOKENS, check_buckets
 
 DEFAULT_CEILING = 8192
@@ -45,6 +47,7 @@ def design_ladder(
     sglang_version: str | None = None,
     step: int = 1,
     keep_ceiling: bool = False,
+    **unknown: Any,
 ) -> LadderDesign:
     """The ladder that fits a traffic, compared with the default one; see `LadderDesign`.
 
@@ -55,22 +58,26 @@ def design_ladder(
         time_s: seconds the capture may take; needs `plan`, `measured` or `time`.
         max_buckets: how many buckets there may be. None: as many as the default ladder has, if it has any.
         chunked_prefill_size: tokens of a chunk; longer prompts are split. None: that of `plan`, else no splitting.
-        default: the ladder to compare with, as buckets or as a ceiling. None: that of `plan`, else up to the chunk,
-            else up to 8192.
+        default: the ladder to compare with, as buckets or as a ceiling. None: the server's own where a log shows it,
+            else that of `plan`, else the default of the release and chunk in the log, else up to the chunk, else up to
+            8192.
         plan: a plan of the server, for its chunk, ladder, memory and capture time.
         measured: a run, for milliseconds, memory and capture time as measured; goes before `plan`.
         cost: what a prefill costs. None: as `measured`, else `CostModel.assumed()`.
         memory: GiB of a ladder, instead of those of `measured` or `plan`.
         time: seconds of a ladder, instead of those of `measured` or `plan`.
-        sglang_version: whose replay rule holds. None: that of `plan`, else the newest.
+        sglang_version: whose replay rule and flags hold. None: that given to `plan`, else the newest that the wording
+            of a log allows, else the newest.
         step: buckets proposed are multiples of this many tokens, for example 8 with DeepEP, which rounds them up.
         keep_ceiling: the largest bucket of the default ladder stays, and as few below it as prefills between it and
             the longest one of the traffic need to replay. Without it a note says what would run eager.
+        **unknown: any other name is refused with those that there are.
 
     Raises:
         InvalidInput: the traffic cannot be read, or a budget is given and nothing says what a ladder takes,
-            or no ladder within the limits keeps the ceiling.
+            or no ladder within the limits keeps the ceiling, or an argument is none of these.
     """
+    _refuse(unknown)
     max_buckets, chunked_prefill_size = _whole("max buckets", max_buckets), _whole("chunk", chunked_prefill_size)
     step = _whole("step", step) or 0
     _check_kinds(Plan, plan=plan)
@@ -80,9 +87,11 @@ def design_ladder(
     _check_kinds(Real, memory_gib=memory_gib, time_s=time_s)
     _check_kinds(str, sglang_version=sglang_version)
     traffic = read_lengths(prompt_lengths)
-    release = get_release(sglang_version if sglang_version or plan is None else plan.release.version)
+    server = traffic.server
+    given = sglang_version or (plan.settings.sglang_version if plan is not None else None)
+    release = get_release(given or (server.version if server is not None else None))
     chunk = _chunk(chunked_prefill_size, plan)
-    compared = _default(default, chunk, plan)
+    compared, compared_words = _compared(default, chunk, plan, server)
     _check_record(measured, memory or plan, memory_gib, time or plan, time_s)
     limits = Limits(
         (len(compared) or None) if max_buckets is None else max_buckets,
@@ -102,14 +111,28 @@ def design_ladder(
         sglang_version=release.version,
         traffic=traffic.source,
         notes=[
+            *compared_words,
+            *(
+                [f"flags and rules of SGLang {server.version}: {server.why}"]
+                if server and server.why and not given
+                else []
+            ),
             *_notes(traffic, chunk, model, release.version, histogram),
             *(measured_notes(measured) if measured is not None else ()),
             *_not_timed(measured, cost),
         ],
         step=step,
         keep_ceiling=keep_ceiling,
+        old_flags=server is not None and server.older and given is None,
     )
     return dataclasses.replace(made, notes=(*made.notes, *_disagreement(traffic, made.default)))
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    """Raises InvalidInput with the names there are, as settings of a plan do."""
+    if unknown:
+        known = [name for name, one in signature(design_ladder).parameters.items() if one.kind is one.KEYWORD_ONLY]
+        raise InvalidInput(f"argument {next(iter(unknown))!r:.60} is unknown", f"arguments are {', '.join(known)}")
 
 
 def _whole(name: str, value: Any) -> int | None:
@@ -159,9 +182,24 @@ def _chunk(given: int | None, plan: Plan | None) -> int | None:
     return None if found == -1 else found
 
 
-def _default(given: int | Sequence[int] | None, chunk: int | None, plan: Plan | None) -> list[int]:
-    if given is None and plan is not None:
-        return sorted(plan.buckets)
+def _compared(
+    given: int | Sequence[int] | None, chunk: int | None, plan: Plan | None, server: TrafficServer | None
+) -> tuple[list[int], list[str]]:
+    """The ladder to compare with, and a note where a log decides which."""
+    if given is not None:
+        return _default(given, chunk), []
+    if server is not None and server.own is not None:
+        words = f"{len(server.own)} buckets up to {server.own[-1]} tokens ({server.ladder_words})"
+        return list(server.own), [f"the default ladder here is the server's own: {words}"]
+    if plan is not None:
+        return sorted(plan.buckets), []
+    if server is not None and server.default is not None:
+        words = f"{len(server.default)} buckets up to {server.default[-1]} tokens ({server.ladder_words})"
+        return list(server.default), [f"the log does not show the server's ladder; the default ladder has {words}"]
+    return _default(None, chunk), []
+
+
+def _default(given: int | Sequence[int] | None, chunk: int | None) -> list[int]:
     if given is None or not isinstance(given, Iterable) or isinstance(given, str):
         given = _whole("ceiling of the default ladder", given)
         ceiling = given if given is not None else min(chunk or DEFAULT_CEILING, MAX_BUCKET_TOKENS)
@@ -204,5 +242,6 @@ def _disagreement(traffic: PromptHistogram, default: Coverage) -> list[str]:
         return []
     return [
         f"the log says {traffic.replayed / said:.1%} replayed, by the ladder compared with it would be "
-        f"{default.hit_rate:.1%}: the server has another ladder (give it as default), or other reasons to run eager"
+        f"{default.hit_rate:.1%}: the server has another ladder (give it: "
+        "--buckets or --max-tokens, default= in Python), or other reasons to run eager"
     ]

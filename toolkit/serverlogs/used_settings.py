@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.catalogue import search_models
 from toolkit.errors import InvalidInput
-from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.events import Value
 from toolkit.serverlogs.findings import facts_of
 from toolkit.serverlogs.findings.facts import Facts
 from toolkit.serverlogs.focus import start_to_show
 from toolkit.serverlogs.ledger import tightest
 from toolkit.serverlogs.measured import known_model
+from toolkit.serverlogs.server_ladder import server_ladder
 from toolkit.settings import CaptureSettings
 
 if TYPE_CHECKING:
@@ -145,18 +145,12 @@ def _graph(facts: Facts) -> Found:
         yield "backend", "auto", ""
         if facts.explicit_backend:
             yield "", None, f"backend {facts.explicit_backend}: the toolkit's engine does not have it"
-    ladders = [each.buckets for each in facts.captures if each.phase == "prefill" and each.role == "target"]
-    ladder = next((each for each in ladders if each), None)
+    ladder = server_ladder(facts.startup)
     if ladder is not None:
-        whole = tuple(generate_prefill_buckets(ladder[-1])) == ladder
-        yield ("max_tokens", ladder[-1], "") if whole else ("buckets", ladder, "")
-    else:
-        names = ("cuda_graph_max_bs_prefill", "piecewise_cuda_graph_max_tokens", "prefill.max_bs")
-        ceilings = [value for name in names if isinstance(value := facts.argument(name), int) and value > 0]
-        if ceilings:
-            yield "max_tokens", ceilings[0], ""
-        elif facts.startup.engine == "sglang":
-            yield "", None, "ladder: the log does not show all of it; it stays at the server's default"
+        whole = ladder.ceiling
+        yield ("max_tokens", whole, "") if whole is not None else ("buckets", ladder.buckets, "")
+    elif facts.startup.engine == "sglang":
+        yield "", None, "ladder: the log does not show all of it; it stays at the server's default"
     if facts.chunk is not None:
         yield "chunked_prefill_size", facts.chunk, ""
 

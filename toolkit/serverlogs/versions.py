@@ -18,7 +18,7 @@ VERSIONS = tuple(f"0.5.{patch}" for patch in range(_FIRST, _LAST + 1))
 def possible_versions(startups: Sequence[Startup]) -> tuple[str, ...]:
     """Releases whose wording the log has; empty when nothing narrows them down, nothing fits, or it is older."""
     bounds = [bound for startup in startups for bound in _bounds(startup)]
-    if not bounds or any(_is_older(startup) for startup in startups):
+    if not bounds or any(is_older(startup) for startup in startups):
         return ()
     least, most = max(low for low, _ in bounds), min(high for _, high in bounds)
     return VERSIONS[least - _FIRST : most - _FIRST + 1]
@@ -31,7 +31,7 @@ def replay_limit_factor(startup: Startup, version: str | None = None) -> int | N
     """
     from toolkit.memory.release import get_release
 
-    if _is_older(startup):
+    if is_older(startup):
         return None
     releases = (version,) if version in VERSIONS else possible_versions([startup]) or VERSIONS
     factors = [get_release(each).replay_limit_factor for each in releases]
@@ -43,6 +43,22 @@ def with_rule(cause: str) -> tuple[str, ...]:
     return tuple(version for version in VERSIONS if cause in _names_of_rules(version))
 
 
+def newest_version(startups: Sequence[Startup]) -> tuple[str | None, str]:
+    """The newest release that wording allows, whose rules and flags are taken, and why in words.
+
+    None and no words where nothing narrows it down. For builds older than all of `VERSIONS` it is the first of them:
+    no rules are known that are nearer.
+    """
+    if any(is_older(startup) for startup in startups):
+        return VERSIONS[0], f"the log's wording is older than {VERSIONS[0]}, the oldest release with known rules"
+    found = possible_versions(startups)
+    if not found or found == VERSIONS:
+        return None, ""
+    if len(found) == 1:
+        return found[0], f"the log's wording is that of {found[0]}"
+    return found[-1], f"the newest release that the log's wording allows ({found[0]} to {found[-1]})"
+
+
 @cache
 def _names_of_rules(version: str) -> frozenset[str]:
     from toolkit.memory.release import get_release
@@ -50,7 +66,8 @@ def _names_of_rules(version: str) -> frozenset[str]:
     return frozenset(rule.name for rule in get_release(version).rules if rule.line is not None)
 
 
-def _is_older(startup: Startup) -> bool:
+def is_older(startup: Startup) -> bool:
+    """Whether a start has the wording of builds before the first of `VERSIONS`."""
     said = [capture.begin or capture.end for capture in startup.captures]
     return any(line.wording == "old" for line in said if line is not None)
 
@@ -67,13 +84,23 @@ def _bounds(startup: Startup) -> Iterator[tuple[int, int]]:
             yield _FIRST, 20
         for capture in log.captures:
             if capture.begin is not None:
-                yield _FIRST, _LAST
+                yield _of_backend(capture.begin.backend if capture.phase == "prefill" else None)
             if capture.end is not None and capture.end.ladder is not None:
                 yield 22, _LAST
     if any(notice.code == "moved_to_tc_piecewise" for notice in startup.notices):
         yield 16, 21
+    if startup.start is not None and startup.start.values.get("cuda_graph_backend_prefill") == "tc_piecewise":
+        yield _of_backend("tc_piecewise")
     for line in startup.disables:
         yield from _of_rule(line)
+
+
+def _of_backend(name: str | None) -> tuple[int, int]:
+    """Releases that take a prefill backend of that name; all of them where none does, as on other devices."""
+    from toolkit.memory.release import get_release
+
+    found = [version for version in VERSIONS if name in get_release(version).prefill_backends] or VERSIONS
+    return VERSIONS.index(found[0]) + _FIRST, VERSIONS.index(found[-1]) + _FIRST
 
 
 def _of_rule(line: DisableLine) -> Iterator[tuple[int, int]]:

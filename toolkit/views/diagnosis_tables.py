@@ -188,9 +188,7 @@ def _beside_forecast(measured: Measured) -> list[RenderableType]:
         figures = (row.measured, row.forecast, row.low, row.high)
         name = row.what if row.unit in row.what else f"{row.what} ({row.unit})"
         table.add_row(plain(name), *(_figure(value, digits) for value in figures))
-    lines = [
-        f"policy {one.policy} on the measured free memory: {one.outcome}, {one.reason}" for one in measured.verdicts
-    ]
+    lines = [f"policy {one.policy} on the measured free memory: {one.words}, {one.reason}" for one in measured.verdicts]
     return [
         plain(head),
         table,

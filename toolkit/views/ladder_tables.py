@@ -11,6 +11,7 @@ from rich.table import Table
 
 from toolkit.ladder_coverage import Coverage
 from toolkit.ladder_design import LadderDesign
+from toolkit.ladder_models import LadderLaw
 from toolkit.views.frames import NA, memory_words, seconds_words
 from toolkit.views.tables import count, plain
 
@@ -31,17 +32,26 @@ _ROWS: tuple[tuple[str, Callable[[Coverage], str]], ...] = (
 
 def ladder_view(made: LadderDesign) -> list[RenderableType]:
     """The default ladder, the proposal and no graphs side by side; then the ladder, its flags and what to know."""
-    laws = {"memory": made.limits.memory, "time": made.limits.time}
+    laws = {"memory": (made.limits.memory, "GiB"), "time": (made.limits.time, "s")}
+    seen = " (see the caution above)" if made.caution else ""
     lines = [
         f"ladder: {', '.join(map(str, made.ladder)) or f'no bucket: {made.empty_because}'}",
-        f"flags of an SGLang {made.sglang_version} server: {' '.join(made.server_flags())}",
+        f"flags of {made.flags_of}{seen}: {' '.join(made.server_flags()) or NA}",
         f"cost: {made.cost.source}",
         f"choice: {choice_words(made)}",
         f"held-out check: {made.held_out_words()}",
-        *(f"{name}: {law.source}" for name, law in laws.items() if law is not None),
+        *(f"{name}: {_taken(made, law, unit)}{law.source}" for name, (law, unit) in laws.items() if law is not None),
         *(f"note: {note}" for note in made.notes),
     ]
     return [plain(made.sentence()), _table(made), *map(plain, lines)]
+
+
+def _taken(made: LadderDesign, law: LadderLaw, unit: str) -> str:
+    """What each ladder takes with its range, where the law has one."""
+    ladders = {"default": made.default.ladder, "proposal": made.ladder}
+    if law.bounds is None:
+        return ""
+    return "".join(f"{name} {law.words(ladder, unit)}; " for name, ladder in ladders.items() if ladder)
 
 
 def choice_words(made: LadderDesign) -> str:

@@ -177,7 +177,7 @@ def measured_html(measured: Measured) -> str:
     table = markup.table(
         pd.DataFrame(rows, columns=heads).set_index(""), f"Measured beside the forecast: {measured.about}"
     )
-    policies = [f"{one.policy}: {one.outcome}, {one.reason}" for one in measured.verdicts]
+    policies = [f"{one.policy}: {one.words}, {one.reason}" for one in measured.verdicts]
     assumed = markup.bullets("Assumed", measured.assumptions)
     return table + markup.bullets("Each policy on the memory that was free (forecast)", policies) + assumed
 
