@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import InvalidInput
 from toolkit.ladder_models import CostModel, LadderLaw
-from toolkit.ladder_solver import Budget, solve
+from toolkit.ladder_solver import Budget, Solution, solve
 from toolkit.settings import MAX_BUCKET_TOKENS
 
 MAX_CANDIDATES = 384
 """Buckets a ladder is chosen from; more distinct sizes than this are thinned. Keeps a design to seconds."""
 MAX_CANDIDATES_WITH_SUM = 128
 """The same where a budget has a sum-term."""
-_TIGHTENINGS = 12
+_TURNS = 16
 
 
 @dataclass(frozen=True)
@@ -159,20 +159,40 @@ def _within(
     limits: Limits,
     required: Sequence[int],
 ) -> tuple[tuple[int, ...], bool]:
-    """Solve; where a law's `check` finds more than its terms did, lower that limit and solve again."""
-    budgets = limits.budgets
-    for turn in range(_TIGHTENINGS):
+    """Solve; where a law's `check` finds more than its terms did, lower that limit, and raise it where it finds less.
+
+    Between limits that were too high and limits that were not it goes on by halves. The cheapest ladder that was
+    found to fit is the answer.
+    """
+    asked = limits.budgets
+    free = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, [], required)
+    if all(each.law.of(free.ladder) <= each.limit for each in asked):
+        return free.ladder, free.exact
+    budgets, best = asked, Solution((), math.inf, False)
+    fits: list[Budget] | None = None
+    too_high: list[Budget] | None = None
+    for _ in range(_TURNS):
         found = solve(candidates, histogram, cost, replay_limit, limits.max_buckets, budgets, required)
-        takes = [asked.law.of(found.ladder) for asked in limits.budgets]
-        if all(took <= asked.limit for took, asked in zip(takes, limits.budgets, strict=True)):
-            return found.ladder, found.exact and turn == 0
-        budgets = [
-            _tighter(budget, asked.limit / took, found.ladder) if took > asked.limit else budget
-            for budget, asked, took in zip(budgets, limits.budgets, takes, strict=True)
-        ]
-    return (), False
+        ratios = [each.limit / max(each.law.of(found.ladder), 1e-12) for each in asked]
+        if min(ratios, default=1.0) >= 1:
+            same, fits = found.ladder == best.ladder, budgets
+            best = min(best, found, key=lambda one: one.cost)
+            if same or all(each.law.check is None for each in asked):
+                break
+        else:
+            too_high = budgets
+        if fits is None:
+            budgets = [_tighter(*each, found.ladder) for each in zip(budgets, ratios, strict=True)]
+        elif too_high is None:
+            budgets = [replace(low, limit=low.limit * ratio) for low, ratio in zip(fits, ratios, strict=True)]
+        else:
+            pairs = zip(fits, too_high, strict=True)
+            budgets = [replace(low, limit=(low.limit + high.limit) / 2) for low, high in pairs]
+    return best.ladder, best.exact and budgets is asked
 
 
 def _tighter(budget: Budget, ratio: float, ladder: Sequence[int]) -> Budget:
     """The budget lowered by as much as its terms were too low for this ladder, which must not come again."""
-    return dataclasses.replace(budget, limit=min(budget.limit * ratio, budget.law.fitted(ladder) * (1 - 1e-6)))
+    if ratio >= 1:
+        return budget
+    return replace(budget, limit=min(budget.limit * ratio, budget.law.fitted(ladder) * (1 - 1e-6)))

@@ -11,6 +11,7 @@ import pytest
 import toolkit
 from toolkit.cli import main
 from toolkit.errors import InvalidInput
+from toolkit.ladder_coverage import cover
 from toolkit.views.ladder_tables import ladder_view
 
 PROMPTS = {5: 300, 60: 300, 200: 300, 500: 300, 900: 300}
@@ -47,6 +48,25 @@ def test_a_budget_below_the_range_is_not_uncertain(plan: toolkit.Plan) -> None:
     made = toolkit.design_ladder(PROMPTS, plan=plan, memory_gib=round(low - 0.05, 2))
     assert not made.undecided and made.empty_because.startswith("nothing fits")
     assert made.server_flags() == ["--disable-prefill-cuda-graph"]
+
+
+@pytest.mark.parametrize("budget", [1.0, 1.2, 1.5])
+def test_no_evenly_spread_ladder_within_the_budget_is_cheaper(plan: toolkit.Plan, budget: float) -> None:
+    """The law's terms are only fitted to the forecast: what they leave of the budget is used all the same."""
+    lengths = list(range(1, 3000, 7))
+    made = toolkit.design_ladder(lengths, plan=plan, memory_gib=budget)
+    law = made.limits.memory
+    assert law is not None and 0.97 * budget <= law.of(made.ladder) <= budget
+    found = cover(made.histogram, made.ladder, made.cost, made.replay_limit).mean_cost
+    even = [
+        [round(top * (place + 1) / count) for place in range(count)]
+        for count in (8, 16, 24, 32, 40, 48, 58)
+        for top in (1200, 2000, 2400, 2800, max(lengths))
+    ]
+    fitting = [ladder for ladder in even if law.of(ladder) <= budget]
+    assert fitting
+    for ladder in fitting:
+        assert found <= cover(made.histogram, ladder, made.cost, made.replay_limit).mean_cost, ladder
 
 
 @pytest.mark.parametrize("first", [0.2, 0.5])
