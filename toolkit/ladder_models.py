@@ -158,6 +158,11 @@ class CostModel:
         return cls(eager, replay, "ms", f"measured, {source}", ordered[-1][0])
 
 
+def short_figure(value: float) -> str:
+    """Two decimals, and for less than a tenth two digits, so that little does not read as nothing."""
+    return f"{value:.2g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+
+
 @dataclass(frozen=True)
 class LadderLaw:
     """What capturing a ladder takes, in GiB or in seconds: a max-term, a count-term and a sum-term.
@@ -205,7 +210,8 @@ class LadderLaw:
     def words(self, ladder: Sequence[int], unit: str) -> str:
         """What a ladder takes, with its range where there is one, for example `0.51 GiB (0.38 to 0.68)`."""
         low, high = self.between(ladder)
-        return f"{self.of(ladder):.2f} {unit}" + (f" ({low:.2f} to {high:.2f})" if low != high else "")
+        words = f"{short_figure(self.of(ladder))} {unit}"
+        return words + (f" ({short_figure(low)} to {short_figure(high)})" if low != high else "")
 
     @classmethod
     def from_steps(

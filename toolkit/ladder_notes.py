@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from toolkit.ladder_choice import Limits, best_ladder, candidate_buckets
 from toolkit.ladder_coverage import Coverage, cover
 from toolkit.ladder_holdout import HeldOut
-from toolkit.ladder_models import CostModel
+from toolkit.ladder_models import CostModel, short_figure
 
 FEW_PREFILLS, FEW_PER_BUCKET = 200, 20
 """Fewer prefills than this, in all or for each bucket, are fitted one by one rather than as a traffic."""
@@ -120,9 +120,10 @@ def budget_notes(limits: Limits, ladder: Sequence[int]) -> list[str]:
     for name, unit, law, budget in limits.limited if ladder else ():
         low, high = law.between(ladder)
         if high > budget:
+            middle, span = short_figure(law.of(ladder)), f"{short_figure(low)} to {short_figure(high)}"
             notes.append(
                 f"uncertain: this ladder keeps the {name} budget of {budget:g} {unit} by the middle of the forecast, "
-                f"{law.of(ladder):.2f} {unit}; its range is {low:.2f} to {high:.2f} {unit}"
+                f"{middle} {unit}; its range is {span} {unit}"
             )
     return notes
 

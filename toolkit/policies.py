@@ -253,7 +253,7 @@ def trim_words(asked: Sequence[int], kept: Sequence[int]) -> str:
 
 def mib_or_gib(gib: float) -> str:
     """Small figures in MiB, others in GiB."""
-    return f"{gib * 1024:.0f} MiB" if abs(gib) < 0.1 else f"{gib:.2f} GiB"
+    return f"{gib * 1024:.{int(0 < abs(gib) < 1 / 1024)}f} MiB" if abs(gib) < 0.1 else f"{gib:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

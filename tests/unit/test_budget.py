@@ -299,7 +299,8 @@ def shares(words: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("gib", "words"), [(0, "0 MiB"), (0.02, "20 MiB"), (0.0999, "102 MiB"), (0.1, "0.10 GiB"), (-0.05, "-51 MiB")]
+    ("gib", "words"),
+    [(0, "0 MiB"), (0.0004, "0.4 MiB"), (0.02, "20 MiB"), (0.0999, "102 MiB"), (0.1, "0.10 GiB"), (-0.05, "-51 MiB")],
 )
 def test_small_amounts_are_said_in_mib(gib: float, words: str) -> None:
     assert mib_or_gib(gib) == words

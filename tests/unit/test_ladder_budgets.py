@@ -12,6 +12,7 @@ import toolkit
 from toolkit.cli import main
 from toolkit.errors import InvalidInput
 from toolkit.ladder_coverage import cover
+from toolkit.ladder_models import short_figure
 from toolkit.views.ladder_tables import ladder_view
 
 PROMPTS = {5: 300, 60: 300, 200: 300, 500: 300, 900: 300}
@@ -120,3 +121,8 @@ def test_the_command_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("no ladder is proposed: uncertain whether anything fits")
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["empty_because"].startswith("uncertain")
+
+
+@pytest.mark.parametrize(("value", "words"), [(0.0, "0.00"), (0.0042, "0.0042"), (0.51, "0.51"), (12.34, "12.34")])
+def test_little_does_not_read_as_nothing(value: float, words: str) -> None:
+    assert short_figure(value) == words
