@@ -16,6 +16,7 @@ from toolkit.serverlogs.startup import (
     Startup,
     lowest_rank,
 )
+from toolkit.serverlogs.words import whole
 
 _PHASES_OF_BAR = {"prefill": ("prefill",), "compile": ("prefill",), "decode": ("decode", "verify", "extend")}
 _MOST_ERRORS = 8
@@ -86,7 +87,7 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
     capture.last_bar = event
     points = capture.compile_points if event.kind == "compile" else capture.points
     if capture.errors and event.done is not None and event.done > (capture.done or 0):
-        capture.errors.clear()  # it went on
+        capture.errors.clear()  # it went on, whatever was called fatal
     if event.kind != "compile":
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done
@@ -135,7 +136,10 @@ def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
-    event = _of_its_rank(startup, event)
+    rank = _whose(startup, event)
+    if rank == event.rank:
+        rank = _of_its_card(startup, event)
+    event = replace(event, rank=rank)
     startup.keep(startup.ooms, event)
     capture = _running(startup, event.rank)
     if capture is not None and capture.oom is None:
@@ -145,16 +149,49 @@ def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
 _LONGEST_TRACEBACK = 400
 
 
-def _of_its_rank(startup: Startup, event: ev.OutOfMemory) -> ev.OutOfMemory:
-    """An exception's last line has no prefix: it is of the rank that the head of its traceback names."""
+def _whose(startup: Startup, event: ev.Event) -> ev.Rank:
+    """The rank that went wrong: of torchrun's `[rank3]:`, else the one that the head of its traceback names.
+
+    An exception's last line has no prefix of its own; of several heads the last one whose memory did not run out yet.
+    """
+    if event.rank.named:
+        return _of_world(startup, event.rank)
     head = next((error for error in reversed(startup.errors) if error.kind == "SchedulerException"), None)
-    if event.rank.named or head is None or not 0 <= event.line - head.line <= _LONGEST_TRACEBACK:
-        return event
+    if head is None or not 0 <= event.line - head.line <= _LONGEST_TRACEBACK:
+        return event.rank
     own = startup.running.get(head.rank) if _is_rank(startup, head.rank) else None
-    return replace(event, rank=head.rank) if own is not None and own.oom is None else event
+    return head.rank if own is not None and own.oom is None else event.rank
+
+
+def _of_world(startup: Startup, rank: ev.Rank) -> ev.Rank:
+    """The rank that `[rank3]:` names: they count through each pipeline stage. `rank` itself where that is not one."""
+    name, _, number = rank.worker.partition(" ")
+    if name != "rank" or rank in startup.ranks or not number.isdigit():
+        return rank
+    size = max((each.tp for each in startup.ranks if each.tp is not None), default=0) + 1
+    found = [each for each in startup.ranks if each.tp is not None and (each.pp or 0) * size + each.tp == int(number)]
+    return found[0] if len(found) == 1 else rank
+
+
+_CARDS = 8  # of one host: with more ranks than this, several hosts count their cards from 0
+
+
+def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank:
+    """The rank of `GPU 3`, where ranks and cards count alike: TP0, TP1 and so on of one host.
+
+    `GPU 0` says nothing, for a process that is shown one card only calls it 0.
+    """
+    named = [rank for rank in startup.ranks if rank.named]
+    numbers = sorted(rank.tp for rank in named if rank.tp is not None and rank.dp is rank.pp is None)
+    alike = len(numbers) == len(named) <= _CARDS and numbers == list(range(len(numbers)))
+    card = whole(event.message, " GPU ")
+    if event.rank.named or not card or not alike:
+        return event.rank
+    return next((rank for rank in named if rank.tp == card), event.rank)
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
+    event = replace(event, rank=_whose(startup, event))
     startup.keep(startup.failures, event)
     capture = _running(startup, event.rank, event.phase)
     if capture is not None and capture.failed is None:
@@ -162,10 +199,41 @@ def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
 
 
 def _error(startup: Startup, event: ev.ErrorLine) -> None:
+    """Keep what went wrong. What a person's Ctrl-C brings about is no failure, and of a capture only what ended it."""
+    if startup.interrupted is not None:
+        return
+    if event.kind == "KeyboardInterrupt" and not (startup.ooms or startup.failures or went_wrong(startup)):
+        startup.interrupted = event
+        return
+    event = replace(event, rank=_whose(startup, event))
     startup.keep(startup.errors, event)
     capture = _running(startup, event.rank)
-    if capture is not None and len(capture.errors) < _MOST_ERRORS:
+    if capture is not None and len(capture.errors) < _MOST_ERRORS and (event.fatal or _in_traceback(startup, event)):
         capture.errors.append(event)
+
+
+def _in_traceback(startup: Startup, event: ev.ErrorLine) -> bool:
+    """Whether a traceback that nothing followed leads to this line. An exception's name alone was perhaps caught."""
+    near = event.line - _LONGEST_TRACEBACK
+    fatal = any(near <= error.line <= event.line for error in startup.errors if error.fatal)
+    return fatal or any(max(near, startup.alive_line + 1) <= head for head in startup.tracebacks[-1:])
+
+
+def went_wrong(startup: Startup) -> bool:
+    """Whether something fatal was said, or an exception that nothing followed."""
+    return any(error.fatal or error.line > startup.alive_line for error in startup.errors)
+
+
+OF_FAILURES = frozenset((ev.ErrorLine, ev.OutOfMemory, ev.CaptureFailed, ev.TracebackHead))
+"""What a start says when something went wrong; whatever else it says shows that it goes on."""
+
+
+def went_on(startup: Startup, event: ev.Event) -> None:
+    """A capture whose rank says anything else has gone on after the exceptions before: they were caught."""
+    for capture in startup.running.values():
+        own = not event.rank.named or event.rank == capture.rank
+        if own and capture.errors and not any(error.fatal for error in capture.errors):
+            capture.errors.clear()
 
 
 def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolkit.serverlogs.findings.failed import ends_in_error
+
 if TYPE_CHECKING:
     from toolkit.serverlogs.capture_report import CaptureReport
     from toolkit.serverlogs.diagnosis import Diagnosis
@@ -19,7 +21,9 @@ def summary(diagnosis: Diagnosis) -> str:
     ranks = f"{len(diagnosis.ranks)} ranks, " if len(diagnosis.ranks) > 1 else "1 rank, " if diagnosis.ranks else ""
     found = {severity: sum(one.severity == severity for one in diagnosis.findings) for severity in ("error", "warning")}
     counts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in found.items() if count]
-    return f"{diagnosis.engine}, {starts}{ranks}{_graph(diagnosis)}; {', '.join(counts) or 'nothing wrong'}"
+    wrong = any(ends_in_error(startup) for startup in diagnosis.startups)
+    end = ", ".join(counts) or ("ended in an error" if wrong else "nothing wrong")
+    return f"{diagnosis.engine}, {starts}{ranks}{_graph(diagnosis)}; {end}"
 
 
 def _graph(diagnosis: Diagnosis) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
-from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
+from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.findings.room import (
     ForecastRoom,
@@ -47,7 +47,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
             f"{_who(ooms[0])}.",
             (*bars, *(oom.line for oom in ooms)),
             _advice(facts, report, ooms[0]),
-            _CASES[ooms[0].source] if phase == "prefill" else None,
+            _CASES.get(ooms[0].source) if phase == "prefill" else None,
             labels(ranks),
         )
 
@@ -64,6 +64,10 @@ def _where(report: CaptureReport) -> str:
 
 
 def _who(oom: OutOfMemory) -> str:
+    if oom.source == "library":
+        return (
+            f"a library got none for its own handles or workspaces, beside PyTorch's allocator ({quoted(oom.message)})"
+        )
     if oom.source == "driver":
         return "the CUDA driver had none left, which is memory outside PyTorch's allocator such as the graphs' own"
     tried = f" for {gib(oom.tried_gib)}" if oom.tried_gib is not None else ""
