@@ -60,6 +60,7 @@ class Measured:
         assumptions: of the forecast.
         lines: where that rank's prefill capture begins and ends.
         whole: whether that capture came to its end; if not, its peak is a lower bound.
+        shared: whether its figures include another process, so that they say nothing against the forecast.
         mismatch: why the forecast is not about this server; None when nothing speaks against it.
         room: what the forecast says fits into the memory that was free; None where it says nothing about this server.
     """
@@ -74,6 +75,7 @@ class Measured:
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
     whole: bool = True
+    shared: bool = False
     mismatch: Finding | None = None
     room: ForecastRoom | None = None
 
@@ -89,8 +91,8 @@ class Measured:
         return [self.mismatch] if self.mismatch is not None else self._misses()
 
     def _misses(self) -> list[Finding]:
-        found = []
-        for row in self.rows:
+        found: list[Finding] = []
+        for row in self.rows if not self.shared else ():
             if row.what not in _JUDGED or row.measured is None or row.low <= row.measured <= row.high:
                 continue
             if row.measured < row.low and not self.whole:
@@ -144,8 +146,8 @@ def beside_forecast(
     rows = tuple(_rows(plan, ledger, capture))
     parts = startup.index, ledger.rank, plan.model.id, plan.gpu.id, plan.release.version
     lines = tuple(sorted(set(capture.lines))) if capture is not None else ()
-    whole = capture is not None and capture.outcome == "captured"
-    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole, other, room), ()
+    whole, shared = (capture.outcome == "captured", capture.shared) if capture is not None else (False, False)
+    return Measured(*parts, rows, verdicts, plan.assumptions, lines, whole, shared, other, room), ()
 
 
 def known_model(startup: Startup) -> str | None:
