@@ -115,3 +115,10 @@ def test_a_start_that_ended_in_an_exception_is_never_called_sound(stage: str, er
     assert diagnosis.worst in ("warning", "error")
     assert "nothing wrong" not in diagnosis.summary
     assert text.count("\n") - 2 <= max(line for one in diagnosis.findings for line in one.lines)
+
+
+def test_a_gate_line_after_a_captured_graph_does_not_make_it_skipped() -> None:
+    gate = "Disabling auto-selected prefill CUDA graph: only 2.05 GiB is free after model/KV/eager-buffer allocation; "
+    gate += "at least 4.00 GiB is required for capture. Set an explicit prefill CUDA graph backend to override it."
+    assert "prefill graph captured" in diagnose(f"{STARTED}{STAMP}{END}\n{STAMP}{gate}\n{UP}").summary
+    assert "prefill graph skipped" in diagnose(f"{STAMP}{gate}\n{UP}").summary

@@ -7,6 +7,7 @@ logger thinned out skips buckets: what lies between two readings is then the cos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from toolkit.serverlogs.events_vllm import VllmGraphFinished
 from toolkit.serverlogs.startup import BucketPoint, Capture, RankLog, Startup
@@ -164,7 +165,7 @@ def peak_need(
     places = [one.done for one in series if one.done is not None and one.free_gib is not None]
     if count is not None:
         places.append(count)
-    widest = max((later - place for place, later in zip(places, places[1:], strict=False)), default=0)
+    widest = max((later - place for place, later in pairwise(places)), default=0)
     if widest > max((count or places[-1]) // 4, 1):
         return None
     return round(before - lowest, 4)

@@ -28,7 +28,13 @@ def summary(diagnosis: Diagnosis) -> str:
 
 def _graph(diagnosis: Diagnosis) -> str:
     prefills = [each for each in diagnosis.captures if each.phase in ("prefill", "all") and each.role == "target"]
-    real = [each for each in prefills if each.outcome != "estimate"]
+    begun = {(each.startup, each.rank) for each in prefills if each.outcome not in ("skipped", "estimate")}
+    # A word against a graph that the same rank did capture is of another graph, or came too late.
+    real = [
+        each
+        for each in prefills
+        if each.outcome != "estimate" and (each.outcome != "skipped" or (each.startup, each.rank) not in begun)
+    ]
     if not real:
         return "no prefill capture" if diagnosis.ranks else "no start-up in this log"
     worst = min(real, key=lambda each: ("oom", "failed", "skipped", "incomplete", "captured").index(each.outcome))
