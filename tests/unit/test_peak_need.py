@@ -38,12 +38,12 @@ def _codes(text: str, **given: str) -> set[str]:
     return {one.code for one in diagnose(text, **given).findings}
 
 
-@pytest.mark.parametrize("seen", [range(58), [0, 1, *range(4, 58, 4)], [0, 1, 15, 29, 43, 57]])
+@pytest.mark.parametrize("seen", [range(58), [0, 1, *range(4, 58, 4)], [0, 1, 57], [0, 1, 44]])
 def test_bars_from_the_first_bucket_on_show_the_peak(seen: list[int]) -> None:
     assert _capture(_text(list(seen))).peak_need_gib == pytest.approx(2.9)  # 12.00 - 9.10
 
 
-@pytest.mark.parametrize("seen", [[57], [28], [0, 57], [1, *range(2, 58)], [0, 1], [0, 1, 57], [0]])
+@pytest.mark.parametrize("seen", [[57], [28], [0, 57], [1, *range(2, 58)], [0, 1], [0, 1, 43], [0]])
 def test_bars_that_leave_the_inside_out_show_no_peak(seen: list[int]) -> None:
     report = _capture(_text(seen))
     assert report.peak_need_gib is None

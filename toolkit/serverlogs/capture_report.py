@@ -7,7 +7,6 @@ logger thinned out skips buckets: what lies between two readings is then the cos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from toolkit.serverlogs.events_vllm import VllmGraphFinished
 from toolkit.serverlogs.startup import BucketPoint, Capture, RankLog, Startup
@@ -151,8 +150,9 @@ def peak_need(
     """GiB that a capture needs at its worst moment: free before less the least free inside; None where bars hide it.
 
     The first bucket takes the most and the later ones add to it, so bars must show the memory right before and right
-    after the first bucket, and leave out no more than a quarter of the buckets at a stretch; else more may have been
-    needed than they show. Nor does a reading tell that includes another process (see `unexplained_steps`).
+    after the first bucket, and go on into the last quarter of the buckets: a reading in between then lies between its
+    neighbours. Fewer bars give a lower bound only, and a reading that includes another process nothing at all (see
+    `unexplained_steps`).
 
     Args:
         series: one entry per bucket that bars showed.
@@ -162,11 +162,8 @@ def peak_need(
     """
     if before is None or lowest is None or first_cost(series) is None or unexplained_steps(series):
         return None
-    places = [one.done for one in series if one.done is not None and one.free_gib is not None]
-    if count is not None:
-        places.append(count)
-    widest = max((later - place for place, later in pairwise(places)), default=0)
-    if widest > max((count or places[-1]) // 4, 1):
+    last = max(one.done or 0 for one in series if one.free_gib is not None)
+    if count is not None and count - last > max(count // 4, 1):
         return None
     return round(before - lowest, 4)
 
