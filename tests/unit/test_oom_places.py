@@ -66,6 +66,12 @@ def test_memory_ran_out_on_the_rank_that_says_so_at_the_bucket_of_the_bar(words:
     assert 6 in found.lines  # the bar's
 
 
+def test_of_several_ranks_each_runs_out_on_its_own_card() -> None:
+    heads = "".join(_stamp(rank) + HEAD for rank in (1, 3, 2))
+    (startup,) = diagnose(f"{FOUR}{_bars(FREE[:2])}{heads}{_oom(3)}{_oom(1)}").startups
+    assert [oom.rank.label for oom in startup.ooms] == ["TP3", "TP1"]
+
+
 def test_global_ranks_count_through_the_pipeline() -> None:
     stages = "".join(
         f"[2026-08-27 00:00:00 PP{pp} TP{tp}] Load weight begin. avail mem=78.48 GB\n"

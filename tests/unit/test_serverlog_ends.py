@@ -83,6 +83,12 @@ def test_a_start_that_somebody_ended_has_not_failed(killed: str) -> None:
     assert any("KeyboardInterrupt" in one.message for one in diagnosis.findings)
 
 
+def test_a_person_may_end_what_an_exception_did_not() -> None:
+    alone = "ModuleNotFoundError: No module named 'deep_gemm'\n"
+    diagnosis = diagnose(f"{STARTED}{AT_ZERO}{alone}{TRACEBACK}KeyboardInterrupt\n")
+    assert _found(diagnosis) == {"COMPILING_NOT_HUNG": "info", "LOG_INCOMPLETE": "info"}
+
+
 def test_ctrl_c_after_a_crash_does_not_hide_it() -> None:
     crash = f"{STARTED}{EXCEPTION}RuntimeError: Failed to build JIT module x\n"
     assert _found(diagnose(f"{crash}{TRACEBACK}KeyboardInterrupt\n")) == {"NOT_A_MEMORY_FAILURE": "error"}

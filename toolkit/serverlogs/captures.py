@@ -136,31 +136,36 @@ def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
-    rank = _whose(startup, event)
-    if rank == event.rank:
-        rank = _of_its_card(startup, event)
-    event = replace(event, rank=rank)
+    event = replace(event, rank=_whose(startup, event, _of_its_card(startup, event)))
     startup.keep(startup.ooms, event)
     capture = _running(startup, event.rank)
     if capture is not None and capture.oom is None:
         capture.oom = event
 
 
-_LONGEST_TRACEBACK = 400
+_LONGEST_TRACEBACK, _MOST_NEAR = 400, 64
 
 
-def _whose(startup: Startup, event: ev.Event) -> ev.Rank:
-    """The rank that went wrong: of torchrun's `[rank3]:`, else the one that the head of its traceback names.
+def _whose(startup: Startup, event: ev.Event, by_card: ev.Rank | None = None) -> ev.Rank:
+    """The rank that went wrong: of torchrun's `[rank3]:`, else one that the head of a traceback names.
 
-    An exception's last line has no prefix of its own; of several heads the last one whose memory did not run out yet.
+    An exception's last line has no prefix of its own. Of several heads it is that of the card's rank, else the last
+    one whose memory did not run out yet; without any, the card's rank alone.
     """
     if event.rank.named:
         return _of_world(startup, event.rank)
-    head = next((error for error in reversed(startup.errors) if error.kind == "SchedulerException"), None)
-    if head is None or not 0 <= event.line - head.line <= _LONGEST_TRACEBACK:
-        return event.rank
-    own = startup.running.get(head.rank) if _is_rank(startup, head.rank) else None
-    return head.rank if own is not None and own.oom is None else event.rank
+    if not startup.running:
+        return by_card or event.rank
+    near = (
+        error.rank
+        for error in reversed(startup.errors[-_MOST_NEAR:])
+        if error.kind == "SchedulerException" and 0 <= event.line - error.line <= _LONGEST_TRACEBACK
+    )
+    heads = [rank for rank in near if _is_rank(startup, rank) and rank in startup.running]
+    heads = [rank for rank in heads if startup.running[rank].oom is None]
+    if by_card is not None and (not heads or by_card in heads):
+        return by_card
+    return heads[0] if heads else event.rank
 
 
 def _of_world(startup: Startup, rank: ev.Rank) -> ev.Rank:
@@ -176,8 +181,8 @@ def _of_world(startup: Startup, rank: ev.Rank) -> ev.Rank:
 _CARDS = 8  # of one host: with more ranks than this, several hosts count their cards from 0
 
 
-def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank:
-    """The rank of `GPU 3`, where ranks and cards count alike: TP0, TP1 and so on of one host.
+def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank | None:
+    """The rank of `GPU 3`, where ranks and cards count alike: TP0, TP1 and so on of one host; else None.
 
     `GPU 0` says nothing, for a process that is shown one card only calls it 0.
     """
@@ -185,9 +190,7 @@ def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank:
     numbers = sorted(rank.tp for rank in named if rank.tp is not None and rank.dp is rank.pp is None)
     alike = len(numbers) == len(named) <= _CARDS and numbers == list(range(len(numbers)))
     card = whole(event.message, " GPU ")
-    if event.rank.named or not card or not alike:
-        return event.rank
-    return next((rank for rank in named if rank.tp == card), event.rank)
+    return next((rank for rank in named if rank.tp == card), None) if card and alike else None
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
@@ -202,7 +205,7 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
     """Keep what went wrong. What a person's Ctrl-C brings about is no failure, and of a capture only what ended it."""
     if startup.interrupted is not None:
         return
-    if event.kind == "KeyboardInterrupt" and not (startup.ooms or startup.failures or went_wrong(startup)):
+    if event.kind == "KeyboardInterrupt" and not _has_failed(startup):
         startup.interrupted = event
         return
     event = replace(event, rank=_whose(startup, event))
@@ -212,16 +215,24 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
         capture.errors.append(event)
 
 
+def _has_failed(startup: Startup) -> bool:
+    proven = (error.fatal or _in_traceback(startup, error) for error in startup.errors[-_MOST_ERRORS:])
+    return bool(startup.ooms or startup.failures) or any(proven)
+
+
 def _in_traceback(startup: Startup, event: ev.ErrorLine) -> bool:
     """Whether a traceback that nothing followed leads to this line. An exception's name alone was perhaps caught."""
-    near = event.line - _LONGEST_TRACEBACK
-    fatal = any(near <= error.line <= event.line for error in startup.errors if error.fatal)
-    return fatal or any(max(near, startup.alive_line + 1) <= head for head in startup.tracebacks[-1:])
+    first = event.line - _LONGEST_TRACEBACK
+    fatal = any(first <= error.line <= event.line for error in startup.errors[-_MOST_NEAR:] if error.fatal)
+    return fatal or any(
+        max(first, startup.alive_line) < head < event.line for head in startup.tracebacks[-_MOST_ERRORS:]
+    )
 
 
 def went_wrong(startup: Startup) -> bool:
-    """Whether something fatal was said, or an exception that nothing followed."""
-    return any(error.fatal or error.line > startup.alive_line for error in startup.errors)
+    """Whether something fatal was said, or an exception that nothing followed, not even somebody's Ctrl-C."""
+    last = startup.alive_line if startup.interrupted is None else startup.last_line
+    return any(error.fatal or error.line > last for error in startup.errors)
 
 
 OF_FAILURES = frozenset((ev.ErrorLine, ev.OutOfMemory, ev.CaptureFailed, ev.TracebackHead))
@@ -230,9 +241,16 @@ OF_FAILURES = frozenset((ev.ErrorLine, ev.OutOfMemory, ev.CaptureFailed, ev.Trac
 
 def went_on(startup: Startup, event: ev.Event) -> None:
     """A capture whose rank says anything else has gone on after the exceptions before: they were caught."""
-    for capture in startup.running.values():
-        own = not event.rank.named or event.rank == capture.rank
-        if own and capture.errors and not any(error.fatal for error in capture.errors):
+    before, startup.alive_line = startup.alive_line, event.line
+    if not startup.errors:
+        return
+    if event.rank.named:
+        own = startup.running.get(event.rank)
+        found = [own] if own is not None else []
+    else:  # of no rank in particular; whatever was said before the last such line is settled
+        found = list(startup.running.values()) if startup.errors[-1].line > before else []
+    for capture in found:
+        if capture.errors and not any(error.fatal for error in capture.errors):
             capture.errors.clear()
 
 

@@ -60,9 +60,7 @@ class Starts:
             startup = self._open(event)
         startup.last_line = event.line
         if type(event) not in OF_FAILURES:
-            startup.alive_line = event.line
-            if startup.errors:
-                went_on(startup, event)
+            went_on(startup, event)
         if startup.engine == "unknown":
             startup.engine = _engine_of(event)
         handler = _HANDLERS.get(type(event))

@@ -103,10 +103,12 @@ def _advice(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     if room is None:
         return _make_room(facts, report, oom)
     if room.whole:
-        return (
-            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was "
-            f"free, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
+        fits = (
+            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was free"
         )
+        if report.shared:
+            return f"{fits}, had the card been its own. {_make_room(facts, report, oom)}"
+        return f"{fits}, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
     return _by_forecast(facts, report, oom, room)
 
 
