@@ -83,6 +83,14 @@ def test_a_start_that_somebody_ended_has_not_failed(killed: str) -> None:
     assert any("KeyboardInterrupt" in one.message for one in diagnosis.findings)
 
 
+def test_a_request_that_was_cancelled_hides_no_crash() -> None:
+    served = f"{STARTED}{STAMP}{END}\n{UP}{TRACEBACK}asyncio.exceptions.CancelledError\n"
+    assert _found(diagnose(served)) == {}
+    batch = "Prefill batch, #new-seq: 1, #new-token: 100, #cached-token: 0, cuda graph: True, x\n"
+    crash = f"{EXCEPTION}RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    assert _found(diagnose(f"{served}{STAMP}{batch}{crash}")) == {"SERVER_FAILED": "error"}
+
+
 def test_a_person_may_end_what_an_exception_did_not() -> None:
     alone = "ModuleNotFoundError: No module named 'deep_gemm'\n"
     diagnosis = diagnose(f"{STARTED}{AT_ZERO}{alone}{TRACEBACK}KeyboardInterrupt\n")

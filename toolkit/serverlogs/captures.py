@@ -201,11 +201,15 @@ def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
         capture.failed = event
 
 
+# Python's words for Ctrl-C, the second where an event loop was stopped by it.
+_BY_HAND = ("KeyboardInterrupt", "CancelledError")
+
+
 def _error(startup: Startup, event: ev.ErrorLine) -> None:
     """Keep what went wrong. What a person's Ctrl-C brings about is no failure, and of a capture only what ended it."""
     if startup.interrupted is not None:
         return
-    if event.kind == "KeyboardInterrupt" and not _has_failed(startup):
+    if event.kind in _BY_HAND and not _has_failed(startup):
         startup.interrupted = event
         return
     event = replace(event, rank=_whose(startup, event))
@@ -240,8 +244,10 @@ OF_FAILURES = frozenset((ev.ErrorLine, ev.OutOfMemory, ev.CaptureFailed, ev.Trac
 
 
 def went_on(startup: Startup, event: ev.Event) -> None:
-    """A capture whose rank says anything else has gone on after the exceptions before: they were caught."""
+    """A start that says anything else has gone on, and a capture whose rank does: what was raised before was caught."""
     before, startup.alive_line = startup.alive_line, event.line
+    if startup.interrupted is not None and type(event) is not ev.BucketBar:  # a bar is drawn once more when it closes
+        startup.interrupted = None
     if not startup.errors:
         return
     if event.rank.named:

@@ -101,8 +101,8 @@ def log_incomplete(facts: Facts) -> Iterator[Finding]:
         what = ", ".join(dict.fromkeys(f"{each.role} {each.phase}" for each in open_captures))
         begun = f": the {what} capture has no end{of_ranks(ranks)}{_of_how_many(startup, ranks)}"
     ended = [startup.interrupted.line] if startup.interrupted is not None else []
-    if ended:
-        message = f"Somebody ended this start by hand (KeyboardInterrupt){begun}."
+    if startup.interrupted is not None:
+        message = f"Somebody ended this start by hand ({startup.interrupted.kind}){begun}."
         advice = "Nothing in the log says that it had failed or hung."
     elif facts.followed:
         message = f"This start ends without an error{begun}, and another one follows: it was ended from outside."

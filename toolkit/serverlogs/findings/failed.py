@@ -68,8 +68,8 @@ _UNCLEAR: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"_STATUS_NOT_INITIALIZED|NCCL"),
         " Want of memory on the card is one cause of these words, and not the only one.",
-        "Look at what was free before it. If that was little, lower mem_fraction_static; else NCCL_DEBUG=INFO or the "
-        "lines above say more.",
+        "Look at what was free before it. If that was little, lower the fraction that weights and KV cache take; else "
+        "NCCL_DEBUG=INFO or the lines above say more.",
     ),
 )
 _READ_ON = "Read the traceback above that line; if there is none, look at the host's memory and the container's limits."
