@@ -116,7 +116,8 @@ def test_memory_that_ran_out_on_a_rank_without_bars_is_that_ranks() -> None:
     ).findings
     oom = next(one for one in found if one.code == "OOM_IN_CAPTURE")
     assert oom.ranks == ("TP1",)
-    assert "on TP1: PyTorch" in oom.message  # which bucket TP1 was at, nobody says
+    assert "on TP1 at the bucket of 512 tokens (number 1 of 3, largest first) by the bar of TP0" in oom.message
+    assert "2.90" not in oom.message  # that was free on TP0
 
 
 def test_no_room_for_kv_is_said_once() -> None:
@@ -159,14 +160,14 @@ def test_a_forecast_that_the_log_disproves_is_no_ground_for_advice() -> None:
 
 
 def test_a_ceiling_counts_what_the_bars_showed_of_each_bucket() -> None:
-    """4000 alone took 9.6 of 10 GiB: below a ceiling of 6000 it would again, which the cheap last bucket hides."""
-    free = [(8000, 10.0), (6000, 9.8), (4000, 9.7), (2000, 0.1), (1000, 0.05)]
+    """4000 alone took 0.47 of 0.5 GiB: below a ceiling of 6000 it would again, which the cheap last bucket hides."""
+    free = [(8000, 0.5), (6000, 0.49), (4000, 0.48), (2000, 0.01), (1000, 0.0)]
     bars = "".join(
         f"Capturing num tokens (num_tokens={bucket} avail_mem={gib:.2f} GB): 10%|# | {done}/5 [00:01<?]\n"
         for done, (bucket, gib) in enumerate(free)
     )
     begin = "Capture target prefill CUDA graph begin. backend=full, num_tokens=[1000, 2000, 4000, 6000, 8000], "
-    text = f"[2026-09-01 00:00:00] {begin}avail mem=10.00 GB\n{bars}torch.OutOfMemoryError: x\n"
+    text = f"[2026-09-01 00:00:00] {begin}avail mem=0.50 GB\n{bars}torch.OutOfMemoryError: x\n"
     assert "--cuda-graph-max-bs-prefill 4000" in _oom(diagnose(text)).advice
 
 

@@ -297,6 +297,8 @@ def test_memory_that_ran_out_is_said_of_the_capture_whose_bar_moved() -> None:
 
 def test_a_capture_that_goes_on_after_an_exception_has_not_failed() -> None:
     text = BEGIN.format(rank="") + BAR.format(bucket=8, done=0) + "ValueError: caught somewhere\n"
+    assert [each.outcome for each in read_log(text).startups[0].captures] == ["incomplete"]  # a name alone shows little
+    text = text.replace("ValueError", "Traceback (most recent call last):\nValueError")
     assert [each.outcome for each in read_log(text).startups[0].captures] == ["failed"]
     (found,) = read_log(text + BAR.format(bucket=8, done=1)).startups[0].captures
     assert (found.outcome, found.done, found.errors) == ("incomplete", 1, [])

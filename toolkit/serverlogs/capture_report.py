@@ -53,12 +53,12 @@ class CaptureReport:
         free_before_gib: of the begin line, or of the gate that skipped it.
         mem_usage_gib: as printed: free before less free after, so it may be negative.
         min_free_gib: the least of the bars and the end line; None without bars.
-        peak_need_gib: free before less the least free inside; None without bars after a first bucket.
+        peak_need_gib: free before less the least free inside; see `peak_need`.
         first_bucket_gib: cost of the first, largest bucket, from bars.
         later_bucket_gib: mean cost of the buckets after it, from bars.
         elapsed_s: as printed.
         free_after_gib: of the end line.
-        stopped_at: the bucket in work when it ran out of memory or failed, or when the log ends.
+        stopped_at: the bucket in work when it ran out of memory or failed, or when the log ends; None after the last.
         done: buckets done by the last bar.
         compile_s: seconds of the compile pass that some builds print before the capture, by its last bar.
         series: one entry per bucket that bars showed.
@@ -87,6 +87,17 @@ class CaptureReport:
     series: tuple[BucketCost, ...] = ()
     lines: tuple[int, ...] = ()
 
+    @property
+    def shared(self) -> bool:
+        """Whether its figures show another process on the card: nothing may be concluded from them."""
+        return _gave_back(self.mem_usage_gib) or bool(unexplained_steps(self.series))
+
+
+NOISE_GIB = 0.05
+# Public traces: a card used alone rises by 0.02 and never falls by more than its first bucket took;
+# shared cards rise by 0.5 and fall by 1.2 to 13 GiB.
+_LEAST_RISE_GIB, _LEAST_STEP_GIB = 0.3, 0.5
+
 
 def capture_reports(startup: Startup) -> list[CaptureReport]:
     """Every capture of a start, rank by rank, in the order of their lines."""
@@ -104,8 +115,8 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
     before = capture.free_before_gib if capture.begin else getattr(capture.skip, "free_gib", None)
     # Without bars nothing is known of the inside: the end line tells what came back, too.
     lowest = min([*readings, *([end.free_gib] if readings and end and end.free_gib is not None else [])], default=None)
-    # A bar that stands before the first bucket shows nothing of what that bucket takes.
-    inside = end is not None or any(point.done != 0 for point in series)
+    alone = end is None or not _gave_back(end.usage_gib)
+    count = capture.bucket_count if end is not None else None
     ladder = capture.ladder or _ladder_of_bars(capture)
     compiled = capture.compile_points[-1] if capture.compile_points else None
     return CaptureReport(
@@ -120,7 +131,7 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
         free_before_gib=before,
         mem_usage_gib=end.usage_gib if end else None,
         min_free_gib=lowest,
-        peak_need_gib=round(before - lowest, 4) if inside and before is not None and lowest is not None else None,
+        peak_need_gib=peak_need(series, before, lowest, count) if alone else None,
         first_bucket_gib=first_cost(series),
         later_bucket_gib=later_cost(series),
         elapsed_s=end.elapsed_s if end else None,
@@ -131,6 +142,59 @@ def capture_report(startup: Startup, capture: Capture) -> CaptureReport:
         series=series,
         lines=capture.lines or tuple(point.line for point in series[:1]),
     )
+
+
+def peak_need(
+    series: tuple[BucketCost, ...], before: float | None, lowest: float | None, count: int | None
+) -> float | None:
+    """GiB that a capture needs at its worst moment: free before less the least free inside; None where bars hide it.
+
+    The first bucket takes the most and the later ones add to it, so bars must show the memory right before and right
+    after the first bucket, and go on into the last quarter of the buckets: a reading in between then lies between its
+    neighbours. Fewer bars give a lower bound only, and a reading that includes another process nothing at all (see
+    `unexplained_steps`).
+
+    Args:
+        series: one entry per bucket that bars showed.
+        before: free before the capture.
+        lowest: the least free memory inside.
+        count: buckets in all; None where the capture did not end, whose bars tell what it needed up to there.
+    """
+    if before is None or lowest is None or first_cost(series) is None or unexplained_steps(series):
+        return None
+    last = max(one.done or 0 for one in series if one.free_gib is not None)
+    if count is not None and count - last > max(count // 4, 1):
+        return None
+    return round(before - lowest, 4)
+
+
+def _gave_back(usage_gib: float | None) -> bool:
+    """Whether more was free after a capture than before: somebody else's, for a capture gives nothing back."""
+    return usage_gib is not None and usage_gib <= -NOISE_GIB
+
+
+def unexplained_steps(series: tuple[BucketCost, ...]) -> list[tuple[BucketCost, float]]:
+    """Steps after the first bucket that free memory or take much more than any before them, with their GiB.
+
+    Capture goes from the largest bucket down and later ones reuse its memory, so a later bucket costs no more than
+    those before it, and gives nothing back.
+    """
+    found: list[tuple[BucketCost, float]] = []
+    most: float | None = None
+    for step in series:
+        if step.added_gib is None or step.done is None:
+            continue
+        each = step.added_gib / step.buckets
+        if step.done == 0:
+            most = max(each, 0.0)
+            continue
+        allowed = most * step.buckets if most is not None else None
+        came_back = step.added_gib <= -_LEAST_RISE_GIB
+        if came_back or (allowed is not None and step.added_gib - allowed >= _LEAST_STEP_GIB):
+            found.append((step, step.added_gib))
+        else:
+            most = max(each, 0.0)
+    return found
 
 
 def bucket_costs(points: list[BucketPoint]) -> tuple[BucketCost, ...]:
@@ -176,7 +240,8 @@ def _ladder_of_bars(capture: Capture) -> tuple[int, ...] | None:
 def _stopped_at(capture: Capture) -> int | None:
     if capture.outcome not in ("oom", "failed", "incomplete"):
         return None
-    return capture.last_bar.bucket if capture.last_bar else None
+    bar = capture.last_bar
+    return bar.bucket if bar is not None and (bar.total is None or bar.done != bar.total) else None
 
 
 def _vllm(startup: Startup) -> list[CaptureReport]:

@@ -16,6 +16,7 @@ from toolkit.serverlogs.startup import (
     Startup,
     lowest_rank,
 )
+from toolkit.serverlogs.words import whole
 
 _PHASES_OF_BAR = {"prefill": ("prefill",), "compile": ("prefill",), "decode": ("decode", "verify", "extend")}
 _MOST_ERRORS = 8
@@ -86,7 +87,7 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
     capture.last_bar = event
     points = capture.compile_points if event.kind == "compile" else capture.points
     if capture.errors and event.done is not None and event.done > (capture.done or 0):
-        capture.errors.clear()  # it went on
+        capture.errors.clear()  # it went on, whatever was called fatal
     if event.kind != "compile":
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done
@@ -149,37 +150,128 @@ def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
-    event = _of_its_rank(startup, event)
+    event = replace(event, rank=_whose(startup, event, _of_its_card(startup, event)))
     startup.keep(startup.ooms, event)
     capture = _running(startup, event.rank)
     if capture is not None and capture.oom is None:
         capture.oom = event
 
 
-_LONGEST_TRACEBACK = 400
+_LONGEST_TRACEBACK, _MOST_NEAR = 400, 64
 
 
-def _of_its_rank(startup: Startup, event: ev.OutOfMemory) -> ev.OutOfMemory:
-    """An exception's last line has no prefix: it is of the rank that the head of its traceback names."""
-    head = next((error for error in reversed(startup.errors) if error.kind == "SchedulerException"), None)
-    if event.rank.named or head is None or not 0 <= event.line - head.line <= _LONGEST_TRACEBACK:
-        return event
-    own = startup.running.get(head.rank) if _is_rank(startup, head.rank) else None
-    return replace(event, rank=head.rank) if own is not None and own.oom is None else event
+def _whose(startup: Startup, event: ev.Event, by_card: ev.Rank | None = None) -> ev.Rank:
+    """The rank that went wrong: of torchrun's `[rank3]:`, else one that the head of a traceback names.
+
+    An exception's last line has no prefix of its own. Of several heads it is that of the card's rank, else the last
+    one whose memory did not run out yet; without any, the card's rank alone.
+    """
+    if event.rank.named:
+        return _of_world(startup, event.rank)
+    if not startup.running:
+        return by_card or event.rank
+    near = (
+        error.rank
+        for error in reversed(startup.errors[-_MOST_NEAR:])
+        if error.kind == "SchedulerException" and 0 <= event.line - error.line <= _LONGEST_TRACEBACK
+    )
+    heads = [rank for rank in near if _is_rank(startup, rank) and rank in startup.running]
+    heads = [rank for rank in heads if startup.running[rank].oom is None]
+    if by_card is not None and (not heads or by_card in heads):
+        return by_card
+    return heads[0] if heads else event.rank
+
+
+def _of_world(startup: Startup, rank: ev.Rank) -> ev.Rank:
+    """The rank that `[rank3]:` names: they count through each pipeline stage. `rank` itself where that is not one."""
+    name, _, number = rank.worker.partition(" ")
+    if name != "rank" or rank in startup.ranks or not number.isdigit():
+        return rank
+    size = max((each.tp for each in startup.ranks if each.tp is not None), default=0) + 1
+    found = [each for each in startup.ranks if each.tp is not None and (each.pp or 0) * size + each.tp == int(number)]
+    return found[0] if len(found) == 1 else rank
+
+
+_CARDS = 8  # of one host: with more ranks than this, several hosts count their cards from 0
+
+
+def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank | None:
+    """The rank of `GPU 3`, where ranks and cards count alike: TP0, TP1 and so on of one host; else None.
+
+    `GPU 0` says nothing, for a process that is shown one card only calls it 0.
+    """
+    named = [rank for rank in startup.ranks if rank.named]
+    numbers = sorted(rank.tp for rank in named if rank.tp is not None and rank.dp is rank.pp is None)
+    alike = len(numbers) == len(named) <= _CARDS and numbers == list(range(len(numbers)))
+    card = whole(event.message, " GPU ")
+    return next((rank for rank in named if rank.tp == card), None) if card and alike else None
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
+    event = replace(event, rank=_whose(startup, event))
     startup.keep(startup.failures, event)
     capture = _running(startup, event.rank, event.phase)
     if capture is not None and capture.failed is None:
         capture.failed = event
 
 
+# Python's words for Ctrl-C, the second where an event loop was stopped by it.
+_BY_HAND = ("KeyboardInterrupt", "CancelledError")
+
+
 def _error(startup: Startup, event: ev.ErrorLine) -> None:
+    """Keep what went wrong. What a person's Ctrl-C brings about is no failure, and of a capture only what ended it."""
+    if startup.interrupted is not None:
+        return
+    if event.kind in _BY_HAND and not _has_failed(startup):
+        startup.interrupted = event
+        return
+    event = replace(event, rank=_whose(startup, event))
     startup.keep(startup.errors, event)
     capture = _running(startup, event.rank)
-    if capture is not None and len(capture.errors) < _MOST_ERRORS:
+    if capture is not None and len(capture.errors) < _MOST_ERRORS and (event.fatal or _in_traceback(startup, event)):
         capture.errors.append(event)
+
+
+def _has_failed(startup: Startup) -> bool:
+    proven = (error.fatal or _in_traceback(startup, error) for error in startup.errors[-_MOST_ERRORS:])
+    return bool(startup.ooms or startup.failures) or any(proven)
+
+
+def _in_traceback(startup: Startup, event: ev.ErrorLine) -> bool:
+    """Whether a traceback that nothing followed leads to this line. An exception's name alone was perhaps caught."""
+    first = event.line - _LONGEST_TRACEBACK
+    fatal = any(first <= error.line <= event.line for error in startup.errors[-_MOST_NEAR:] if error.fatal)
+    return fatal or any(
+        max(first, startup.alive_line) < head < event.line for head in startup.tracebacks[-_MOST_ERRORS:]
+    )
+
+
+def went_wrong(startup: Startup) -> bool:
+    """Whether something fatal was said, or an exception that nothing followed, not even somebody's Ctrl-C."""
+    last = startup.alive_line if startup.interrupted is None else startup.last_line
+    return any(error.fatal or error.line > last for error in startup.errors)
+
+
+OF_FAILURES = frozenset((ev.ErrorLine, ev.OutOfMemory, ev.CaptureFailed, ev.TracebackHead))
+"""What a start says when something went wrong; whatever else it says shows that it goes on."""
+
+
+def went_on(startup: Startup, event: ev.Event) -> None:
+    """A start that says anything else has gone on, and a capture whose rank does: what was raised before was caught."""
+    before, startup.alive_line = startup.alive_line, event.line
+    if startup.interrupted is not None and type(event) is not ev.BucketBar:  # a bar is drawn once more when it closes
+        startup.interrupted = None
+    if not startup.errors:
+        return
+    if event.rank.named:
+        own = startup.running.get(event.rank)
+        found = [own] if own is not None else []
+    else:  # of no rank in particular; whatever was said before the last such line is settled
+        found = list(startup.running.values()) if startup.errors[-1].line > before else []
+    for capture in found:
+        if capture.errors and not any(error.fatal for error in capture.errors):
+            capture.errors.clear()
 
 
 def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:

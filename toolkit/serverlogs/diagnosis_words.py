@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolkit.serverlogs.findings.failed import ends_in_error
+
 if TYPE_CHECKING:
     from toolkit.serverlogs.capture_report import CaptureReport
     from toolkit.serverlogs.diagnosis import Diagnosis
@@ -19,12 +21,20 @@ def summary(diagnosis: Diagnosis) -> str:
     ranks = f"{len(diagnosis.ranks)} ranks, " if len(diagnosis.ranks) > 1 else "1 rank, " if diagnosis.ranks else ""
     found = {severity: sum(one.severity == severity for one in diagnosis.findings) for severity in ("error", "warning")}
     counts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in found.items() if count]
-    return f"{diagnosis.engine}, {starts}{ranks}{_graph(diagnosis)}; {', '.join(counts) or 'nothing wrong'}"
+    wrong = any(ends_in_error(startup) for startup in diagnosis.startups)
+    end = ", ".join(counts) or ("ended in an error" if wrong else "nothing wrong")
+    return f"{diagnosis.engine}, {starts}{ranks}{_graph(diagnosis)}; {end}"
 
 
 def _graph(diagnosis: Diagnosis) -> str:
     prefills = [each for each in diagnosis.captures if each.phase in ("prefill", "all") and each.role == "target"]
-    real = [each for each in prefills if each.outcome != "estimate"]
+    begun = {(each.startup, each.rank) for each in prefills if each.outcome not in ("skipped", "estimate")}
+    # A word against a graph that the same rank did capture is of another graph, or came too late.
+    real = [
+        each
+        for each in prefills
+        if each.outcome != "estimate" and (each.outcome != "skipped" or (each.startup, each.rank) not in begun)
+    ]
     if not real:
         return "no prefill capture" if diagnosis.ranks else "no start-up in this log"
     worst = min(real, key=lambda each: ("oom", "failed", "skipped", "incomplete", "captured").index(each.outcome))

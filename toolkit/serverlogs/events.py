@@ -328,7 +328,7 @@ class OutOfMemory(Event):
     """Memory ran out.
 
     Attributes:
-        source: `allocator` (torch.OutOfMemoryError) or `driver` (CUDA error: out of memory).
+        source: `allocator` (torch.OutOfMemoryError), `driver` (CUDA error: out of memory) or `library` (cuBLAS, NCCL).
         message: the line's words.
         tried_gib: what was asked for, where said.
         free_gib: what was free.

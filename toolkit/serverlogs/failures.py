@@ -18,15 +18,17 @@ _GRAPH_FAILED = re.compile(
 )
 # Which words mean that memory ran out, and who said so.
 _ALLOCATOR = ("OutOfMemoryError", "CUDA out of memory", "HIP out of memory", "Tried to allocate")
-_DRIVER = ("error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation", "hipErrorOutOfMemory")
+# Libraries allocate handles and workspaces beside PyTorch: cuBLAS, cuDNN and their like, and NCCL.
+_LIBRARY = ("_STATUS_ALLOC_FAILED", "Cuda failure", "NCCL")
+_DRIVER = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation", "hipErrorOutOfMemory")
 
 
 def out_of_memory(message: str, line: int, rank: Rank) -> OutOfMemory | None:
     """The record of a message that says memory ran out, None for any other."""
     if any(words in message for words in _ALLOCATOR):
         source = "allocator"
-    elif any(words in message for words in _DRIVER):
-        source = "driver"
+    elif _LIBRARY[0] in message or any(words in message for words in _DRIVER):
+        source = "library" if any(words in message for words in _LIBRARY) else "driver"
     else:
         return None
     return OutOfMemory(
@@ -102,4 +104,5 @@ RULES: tuple[tuple[str, Parser], ...] = (
     ("EngineCore failed to start", _end("EngineFailed")),
     ("Engine core initialization failed", _end("EngineFailed")),
     ("CUDA out of memory", _memory),
+    ("Cuda failure", _memory),
 )

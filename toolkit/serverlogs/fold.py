@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.serverlogs import events as ev
 from toolkit.serverlogs import events_vllm as vllm
-from toolkit.serverlogs.captures import CAPTURE_HANDLERS
+from toolkit.serverlogs.captures import CAPTURE_HANDLERS, OF_FAILURES, went_on
 from toolkit.serverlogs.lines import Counters, Source
 from toolkit.serverlogs.parse import parse
 from toolkit.serverlogs.startup import (
@@ -59,6 +59,8 @@ class Starts:
         if startup is None or _begins_anew(startup, event):
             startup = self._open(event)
         startup.last_line = event.line
+        if type(event) not in OF_FAILURES:
+            went_on(startup, event)
         if startup.engine == "unknown":
             startup.engine = _engine_of(event)
         handler = _HANDLERS.get(type(event))
@@ -118,7 +120,7 @@ def _is_up(startup: Startup, rank: ev.Rank) -> bool:
 
 
 def _has_failed(startup: Startup) -> bool:
-    return bool(startup.failures or startup.ooms) or any(error.fatal for error in startup.errors)
+    return bool(startup.failures or startup.ooms or startup.interrupted) or any(error.fatal for error in startup.errors)
 
 
 _ONLY_SGLANG = (

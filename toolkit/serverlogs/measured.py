@@ -49,6 +49,7 @@ class Measured:
         assumptions: of the forecast, and what it cannot know about this server.
         lines: where that rank's prefill capture begins and ends.
         whole: whether that capture came to its end; if not, its peak is a lower bound.
+        shared: whether its figures include another process, so that they say nothing against the forecast.
         mismatch: why the forecast is not about this server; None when nothing speaks against it.
         room: what the forecast says fits into the memory that was free; None where it says nothing about this server.
     """
@@ -63,6 +64,7 @@ class Measured:
     assumptions: tuple[str, ...]
     lines: tuple[int, ...] = ()
     whole: bool = True
+    shared: bool = False
     mismatch: Finding | None = None
     room: ForecastRoom | None = None
 
@@ -78,8 +80,8 @@ class Measured:
         return [self.mismatch] if self.mismatch is not None else self._misses()
 
     def _misses(self) -> list[Finding]:
-        found = []
-        for row in self.rows:
+        found: list[Finding] = []
+        for row in self.rows if not self.shared else ():
             if row.what not in _JUDGED or row.measured is None or row.low is None or row.high is None:
                 continue
             if row.low <= row.measured <= row.high:
@@ -164,6 +166,7 @@ def _beside(
         assumptions=(*plan.assumptions, *said.notes, *capped, *notes),
         lines=tuple(sorted(set(capture.lines))) if capture is not None else (),
         whole=capture is not None and capture.outcome == "captured",
+        shared=capture is not None and capture.shared,
         mismatch=other,
         room=room,
     )

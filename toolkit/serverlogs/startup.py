@@ -305,6 +305,8 @@ class Startup:
         start: its arguments, None when the log does not have them.
         ranks: by rank, in the order seen; `sorted_ranks` puts them in order.
         not_kept: facts beyond the bounds of this module.
+        alive_line: of the last fact that is no failure; exceptions before it were caught, unless they are fatal.
+        interrupted: somebody pressed Ctrl-C, before anything had gone wrong.
     """
 
     server: str = ""
@@ -329,6 +331,8 @@ class Startup:
     vllm_kv_tokens: list[VllmKvTokens] = field(default_factory=list)
     prefills: PrefillStats = field(default_factory=PrefillStats)
     not_kept: int = 0
+    alive_line: int = 0
+    interrupted: ErrorLine | None = None
     # What `captures` goes by while it reads: the capture that each rank is in, and those that vLLM's end line ends.
     running: dict[Rank, Capture] = field(default_factory=dict, repr=False)
     drawn: list[Capture] = field(default_factory=list, repr=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from toolkit.serverlogs.capture_report import is_estimate_pass
+from toolkit.serverlogs.capture_report import NOISE_GIB, is_estimate_pass
 from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.startup import Startup
 
 _LEAST_GIB, _LEAST_SHARE = 0.05, 0.1
 _SHORT_GIB, _ABSURD_GIB = 0.3, 50.0
@@ -49,10 +51,34 @@ def estimate_miss(facts: Facts) -> Iterator[Finding]:
             figures = estimated, pool.actual_gib if pool is not None else None
             found.setdefault(figures, []).append((log.rank.label, said.line))
     for (estimated, actual), where in found.items():
-        yield from _miss(estimated, actual, [label for label, _ in where], tuple(line for _, line in where))
+        yield from _miss(facts, estimated, actual, where)
 
 
-def _miss(estimated: float, actual: float | None, ranks: list[str], lines: tuple[int, ...]) -> Iterator[Finding]:
+def lower_utilization(startup: Startup, lacking_gib: float | None, total_gib: float | None = None) -> str:
+    """`Lower gpu_memory_utilization` and by how much, as far as the log tells: it is a share of the card's memory.
+
+    Args:
+        startup: of the log.
+        lacking_gib: what has to stay free besides; None when that is not known.
+        total_gib: the card's memory, where an error said it.
+    """
+    told = [log.vllm.startup for log in startup.sorted_ranks if log.vllm.startup is not None]
+    total = total_gib or next((each.total_gib for each in told if each.total_gib), None)
+    used = next((each.utilization for each in told if each.utilization), None)
+    words = "Lower gpu_memory_utilization"
+    if lacking_gib is None or lacking_gib <= 0:
+        return words
+    if total is None:
+        return f"{words} so that {gib(lacking_gib)} more stay free"
+    step = lacking_gib / total
+    if used is None:
+        return f"{words} by {step:.3f} or more ({gib(lacking_gib)} of {gib(total)})"
+    lowered = math.floor((used - step) * 1000 + 1e-6) / 1000
+    return f"{words} from {used:g} to {lowered:.3f}" if lowered > 0 else words
+
+
+def _miss(facts: Facts, estimated: float, actual: float | None, where: list[tuple[str, int]]) -> Iterator[Finding]:
+    ranks, lines = [label for label, _ in where], tuple(line for _, line in where)
     if estimated >= _ABSURD_GIB:
         yield Finding(
             "ESTIMATE_MISS",
@@ -64,7 +90,21 @@ def _miss(estimated: float, actual: float | None, ranks: list[str], lines: tuple
             labels(ranks),
         )
         return
-    if actual is None or abs(actual - estimated) < max(_LEAST_GIB, _LEAST_SHARE * abs(actual)):
+    if actual is None:
+        return
+    if actual <= -NOISE_GIB:
+        yield Finding(
+            "ESTIMATE_MISS",
+            "info",
+            f"The estimate kept {gib(estimated)} from the KV cache{of_ranks(ranks)}; by how much it missed is n/a, for "
+            f"{gib(actual)} is not what the graphs alone took.",
+            lines,
+            "Measure again with nothing else on the card.",
+            None,
+            labels(ranks),
+        )
+        return
+    if abs(actual - estimated) < max(_LEAST_GIB, _LEAST_SHARE * abs(actual)):
         return
     short = actual - estimated
     said = f"{gib(short)} too little was set aside" if short > 0 else f"the KV cache lost {gib(-short)} to it"
@@ -73,7 +113,7 @@ def _miss(estimated: float, actual: float | None, ranks: list[str], lines: tuple
         "warning" if short >= _SHORT_GIB else "info",
         f"Graphs took {gib(actual)}{of_ranks(ranks)}, the estimate was {gib(estimated)}: {said}.",
         lines,
-        "Lower gpu_memory_utilization a little: the next start may fail." if short > 0 else "",
+        f"{lower_utilization(facts.startup, short)}: the next start may fail." if short > 0 else "",
         _UNDER if short > 0 else None,
         labels(ranks),
     )

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
-from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
+from toolkit.serverlogs.findings.estimates import lower_utilization
+from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.findings.room import (
     ForecastRoom,
     ceiling_by_bars,
+    fits_by_bars,
     half_ceiling,
     is_fraction,
     lower_fraction,
@@ -36,34 +38,59 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
         if capture.outcome == "oom" and capture.oom is not None:
             groups.setdefault((capture.role, capture.phase), []).append((capture, report))
     for (role, phase), failed in groups.items():
-        report = max((each for _, each in failed), key=lambda each: len(each.series))
-        ooms = [each.oom for each, _ in failed if each.oom is not None]
+        capture, report = max(failed, key=lambda each: len(each[1].series))
+        oom = capture.oom
+        assert oom is not None
+        drawn = _drawn_by_another(facts, capture) if not report.series else None
         ranks = [each.rank.label for each, _ in failed]
         bars = [each.last_bar.line for each, _ in failed if each.last_bar is not None]
+        bars += [drawn.series[-1].line] if drawn is not None else []
+        place = (
+            _where(report)
+            if drawn is None
+            else f"{_where(drawn, of_rank=False)} by the bar of {drawn.rank}, for ranks go in step"
+        )
         yield Finding(
             "OOM_IN_CAPTURE",
             "error",
-            f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{_where(report)}: "
-            f"{_who(ooms[0])}.",
-            (*bars, *(oom.line for oom in ooms)),
-            _advice(facts, report, ooms[0]),
-            _CASES[ooms[0].source] if phase == "prefill" else None,
+            f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{place}: {_who(oom)}.",
+            tuple([*bars, *(each.oom.line for each, _ in failed if each.oom is not None)]),
+            _advice(facts, report, oom),
+            _CASES.get(oom.source) if phase == "prefill" else None,
             labels(ranks),
         )
 
 
-def _where(report: CaptureReport) -> str:
+def _drawn_by_another(facts: Facts, capture: Capture) -> CaptureReport | None:
+    """The same capture of the rank that draws its bars, beside which this one captured bucket by bucket."""
+    rank = capture.rank
+    for each, report in _paired(facts):
+        alike = (each.role, each.phase) == (capture.role, capture.phase) and each.outcome in ("incomplete", "oom")
+        beside = (each.rank.server, each.rank.dp, each.rank.pp) == (rank.server, rank.dp, rank.pp)
+        if alike and beside and each.rank != rank and report.series:
+            return report
+    return None
+
+
+def _where(report: CaptureReport, of_rank: bool = True) -> str:
+    """How far it had come; what was free there too, where the bar is of the rank that failed."""
+    if report.done is not None and report.done == report.n_buckets:
+        return f" after the last of its {report.done} buckets"
     if report.stopped_at is None:
         return ""
     unit = "tokens" if report.phase == "prefill" else "requests"
     place = f" at the bucket of {report.stopped_at} {unit}"
     if report.done is not None and report.n_buckets is not None:
         place += f" (number {report.done + 1} of {report.n_buckets}, largest first)"
-    last = report.series[-1] if report.series else None
+    last = report.series[-1] if report.series and of_rank else None
     return place + (f" with {gib(last.free_gib)} free before it" if last and last.free_gib is not None else "")
 
 
 def _who(oom: OutOfMemory) -> str:
+    if oom.source == "library":
+        return (
+            f"a library got none for its own handles or workspaces, beside PyTorch's allocator ({quoted(oom.message)})"
+        )
     if oom.source == "driver":
         return "the CUDA driver had none left, which is memory outside PyTorch's allocator such as the graphs' own"
     tried = f" for {gib(oom.tried_gib)}" if oom.tried_gib is not None else ""
@@ -76,10 +103,12 @@ def _advice(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     if room is None:
         return _make_room(facts, report, oom)
     if room.whole:
-        return (
-            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was "
-            f"free, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
+        fits = (
+            f"The forecast of {gib(room.peak_gib)} says that the capture fits in the {gib(room.free_gib)} that was free"
         )
+        if report.shared:
+            return f"{fits}, had the card been its own. {_make_room(facts, report, oom)}"
+        return f"{fits}, which this log disproves: check model, card and dtypes. {_make_room(facts, report, oom)}"
     return _by_forecast(facts, report, oom, room)
 
 
@@ -120,14 +149,17 @@ def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     lacking = missing(report, oom.tried_gib, oom.free_gib)
     if facts.startup.engine == "vllm":
         least = f"At least {gib(lacking.gib)} more was needed. " if lacking is not None else ""
-        return f"{least}Lower gpu_memory_utilization, or give a smaller largest cudagraph_capture_sizes."
+        words = lower_utilization(facts.startup, lacking.gib if lacking is not None else None, oom.total_gib)
+        return f"{least}{words}, or give a smaller largest cudagraph_capture_sizes."
     flag = facts.flags["prefill" if report.phase == "prefill" else "decode"]
     parts = []
+    shown = _bars_show(report)
     if lacking is None:
-        parts.append("How much is missing is n/a: the bars of the first buckets (standard error) would tell.")
+        parts.append(f"How much is missing is n/a: {shown or _NO_BARS}.")
     else:
         least = "About" if lacking.whole else "At least"
         parts.append(f"{least} {gib(lacking.gib)} more was needed: {lacking.basis}.")
+        parts += [f"Besides, {shown}."] if shown else []
     ceiling = sound_ceiling(report, ceiling_by_bars(report), facts.chunk)
     half = sound_ceiling(report, half_ceiling(report), facts.chunk)
     if ceiling is not None:
@@ -143,6 +175,16 @@ def _make_room(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
     return " ".join([*parts, "Or", words])
 
 
+_NO_BARS = "the bars of the first buckets (standard error) would tell"
+
+
+def _bars_show(report: CaptureReport) -> str | None:
+    """What bars that are there say, where no figure follows from them."""
+    if report.shared:
+        return "the bars include another process on this card (see OTHER_PROCESS_ON_GPU), which is to be found first"
+    return fits_by_bars(report)
+
+
 _ONE_ALLOCATION = (
     " This covers the one allocation that failed and may not be enough: the log does not say what the rest needs."
 )
@@ -151,7 +193,7 @@ _ASK = " A forecast does when model and gpu are given."
 
 def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float | None) -> str:
     if facts.startup.engine == "vllm":
-        return "lower gpu_memory_utilization."
+        return f"l{lower_utilization(facts.startup, lacking_gib)[1:]}."
     fraction = facts.argument("mem_fraction_static")
     lowered = lower_fraction(fraction, ledger, lacking_gib)
     if lowered is not None:
@@ -180,16 +222,31 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     ledger = facts.ledger_of(oom.rank.label) or tightest(facts.ledgers)
     ranks = [each.rank.label for each in ooms if each.rank.named]
     lacking = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
+    up = _up_before(facts.startup, oom)
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
-        f"Memory ran out after the captures had ended{of_ranks(ranks)}: {_who(oom)}. {_eater(facts, ledger, oom)}",
+        f"Memory ran out after {_what_ended(facts.startup, oom)}{of_ranks(ranks)}: {_who(oom)}. "
+        f"{_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
-        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, lacking)} A smaller "
-        "chunked_prefill_size takes less for an eager prefill.",
-        _WHILE_SERVING,
+        f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, lacking)}"
+        + (" A smaller chunked_prefill_size takes less for an eager prefill." if up else ""),
+        _WHILE_SERVING if up else None,
         labels(ranks),
     )
+
+
+def _up_before(startup: Startup, oom: OutOfMemory) -> bool:
+    """Whether the server was up by then, as far as the log shows."""
+    return any(each.line < oom.line for each in [*startup.limits, *([startup.ready] if startup.ready else [])])
+
+
+def _what_ended(startup: Startup, oom: OutOfMemory) -> str:
+    ended = [each for each in startup.captures if each.end is not None and each.end.line < oom.line]
+    if _up_before(startup, oom) or not ended:
+        return "the captures had ended"
+    last = max(ended, key=lambda each: each.end.line if each.end is not None else 0)
+    return f"the {last.role} {last.phase} capture had ended and before the server was up"
 
 
 def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
@@ -199,13 +256,15 @@ def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
     left = ledger.free_at_end_gib
     since = left - oom.free_gib if left is not None and oom.free_gib is not None else 0.0
     if left is not None and since > max(_MUCH_GIB, left / 2):
+        took, what = "serving took", "activations of eager prefills, caches outside the KV pool"
+        if not _up_before(facts.startup, oom):
+            took, what = "the rest of the start-up took", "warm-up, buffers of what is captured next"
         return (
-            f"{gib(left)} were free after the captures, so serving took {gib(since)} since then: activations of eager "
-            "prefills, caches outside the KV pool, or another process."
+            f"{gib(left)} were free after the captures, so {took} {gib(since)} since then: {what}, or another process."
         )
     owners = {"the KV pool": (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0)}
     for report in facts.captures:
-        if report.rank == ledger.rank and report.mem_usage_gib is not None:
+        if report.rank == ledger.rank and report.mem_usage_gib is not None and not report.shared:
             name = f"the {report.role} {report.phase} graph"
             owners[name] = owners.get(name, 0.0) + report.mem_usage_gib
     known = {name: size for name, size in sorted(owners.items(), key=lambda each: -each[1]) if size > 0}

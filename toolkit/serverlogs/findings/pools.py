@@ -65,6 +65,8 @@ def _shape(facts: Facts) -> tuple[CaptureReport, RankLedger] | None:
         if each.phase == "prefill" and each.role == "target" and each.outcome == "captured" and each.n_buckets
     ]
     ledger = tightest(facts.ledgers)
+    if any(each.shared for each in facts.captures):
+        return None  # what stays free is then not what trimming freed
     if not captured or ledger is None or ledger.kv_cache_tokens is None:
         return None
     return captured[0], ledger

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.serverlogs.capture_report import BucketCost
+from toolkit.serverlogs.capture_report import NOISE_GIB, unexplained_steps
 from toolkit.serverlogs.events import Rank
 from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import RankLog
 
 _LEAST_PEAK_GIB = 0.05
-_NOISE_GIB = 0.05
-# Public traces: a card used alone rises by 0.02 and never falls by more than its first bucket took;
-# shared cards rise by 0.5 and fall by 1.2 to 13 GiB.
-_LEAST_RISE_GIB, _LEAST_STEP_GIB = 0.3, 0.5
 
 
 def peak_above_printed_usage(facts: Facts) -> Iterator[Finding]:
@@ -53,11 +49,11 @@ def negative_usage(facts: Facts) -> Iterator[Finding]:
             continue
         yield Finding(
             "NEGATIVE_USAGE",
-            "info" if used > -_NOISE_GIB else "warning",
+            "info" if used > -NOISE_GIB else "warning",
             f"The usage of the {what} capture{of_ranks([rank])} is printed as {gib(used)}: free memory is the whole "
             "device's, so something else gave memory back meanwhile.",
             lines,
-            "Do not use this figure; measure again with nothing else on the card." if used <= -_NOISE_GIB else "",
+            "Do not use this figure; measure again with nothing else on the card." if used <= -NOISE_GIB else "",
             None,
             labels([rank]),
         )
@@ -82,30 +78,6 @@ def other_process_on_gpu(facts: Facts) -> Iterator[Finding]:
             None,
             labels([report.rank]),
         )
-
-
-def unexplained_steps(series: tuple[BucketCost, ...]) -> list[tuple[BucketCost, float]]:
-    """Steps after the first bucket that free memory or take much more than any before them, with their GiB.
-
-    Capture goes from the largest bucket down and later ones reuse its memory, so a later bucket costs no more than
-    those before it, and gives nothing back.
-    """
-    found: list[tuple[BucketCost, float]] = []
-    most: float | None = None
-    for step in series:
-        if step.added_gib is None or step.done is None:
-            continue
-        each = step.added_gib / step.buckets
-        if step.done == 0:
-            most = max(each, 0.0)
-            continue
-        allowed = most * step.buckets if most is not None else None
-        came_back = step.added_gib <= -_LEAST_RISE_GIB
-        if came_back or (allowed is not None and step.added_gib - allowed >= _LEAST_STEP_GIB):
-            found.append((step, step.added_gib))
-        else:
-            most = max(each, 0.0)
-    return found
 
 
 _SKEW_GIB, _LARGE_SKEW_GIB, _LARGE_SHARE = 0.15, 1.0, 0.1

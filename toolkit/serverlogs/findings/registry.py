@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from toolkit.serverlogs.capture_report import capture_reports
-from toolkit.serverlogs.findings import ceiling, decisions, ends, estimates, memory, pools, readings, traffic
+from toolkit.serverlogs.findings import ceiling, decisions, ends, estimates, failed, memory, pools, readings, traffic
 from toolkit.serverlogs.findings.facts import Check, Facts
 from toolkit.serverlogs.findings.finding import Finding, in_order
 from toolkit.serverlogs.findings.room import ForecastRoom
@@ -25,8 +25,8 @@ FINDINGS: Mapping[str, Check] = MappingProxyType(
         "OOM_AFTER_CAPTURE": memory.oom_after_capture,
         "OOM_BEFORE_CAPTURE": memory.oom_before_capture,
         "NO_ROOM_FOR_KV": memory.no_room_for_kv,
-        "NOT_A_MEMORY_FAILURE": ends.not_a_memory_failure,
-        "SERVER_FAILED": ends.server_failed,
+        "NOT_A_MEMORY_FAILURE": failed.not_a_memory_failure,
+        "SERVER_FAILED": failed.server_failed,
         "COMPILING_NOT_HUNG": ends.compiling_not_hung,
         "LOG_INCOMPLETE": ends.log_incomplete,
         "PEAK_ABOVE_PRINTED_USAGE": readings.peak_above_printed_usage,

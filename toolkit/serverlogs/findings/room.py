@@ -113,24 +113,61 @@ class _Law:
 def missing(report: CaptureReport, tried_gib: float | None, free_gib: float | None) -> Missing | None:
     """What was still missing for the rest of the ladder; None when neither bars nor the error tell.
 
+    Bars that include another process tell nothing.
+
     Args:
         report: the capture that failed.
         tried_gib: what the failed allocation asked for.
         free_gib: what was free then, by the error's own words.
     """
     at_once = tried_gib - free_gib if tried_gib is not None and free_gib is not None else 0.0
-    last, law = report.series[-1] if report.series else None, _law(report)
-    if law is not None and last is not None and last.free_gib is not None and last.bucket is not None:
-        rest = [bucket for bucket in _ladder(report) if bucket <= last.bucket]
-        needed = sum(map(law.cost, rest)) - last.free_gib
-        if needed > max(at_once, 0.0):
-            left = f"{sum(rest):,} tokens in {len(rest)}" if law.by_tokens else f"{len(rest)}"
-            return Missing(needed, f"{law.words}, {left} were left, and {last.free_gib:.2f} GiB was free", True)
+    rest = _rest(report)
+    if rest is not None and rest.missing_gib > max(at_once, 0.0):
+        return Missing(rest.missing_gib, rest.words, True)
     return Missing(at_once, "that is the one allocation that failed", False) if at_once > 0 else None
 
 
+def fits_by_bars(report: CaptureReport) -> str | None:
+    """The sentence that says that by its bars the whole ladder fits, so that they do not show what was lacking.
+
+    None where they are too few, or ask for more than was free.
+    """
+    rest = _rest(report)
+    if rest is None or rest.missing_gib > 0:
+        return None
+    return (
+        f"{rest.words}, so by them the whole ladder fits; they do not show what took the rest: an allocation "
+        "inside a bucket, or another process"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """The buckets that were not captured: GiB that they lack by the bars (0 or less where they fit), and in words."""
+
+    missing_gib: float
+    words: str
+
+
+def _rest(report: CaptureReport) -> _Rest | None:
+    last, law = report.series[-1] if report.series else None, _law(report)
+    if law is None or last is None or last.free_gib is None or last.bucket is None:
+        return None
+    if report.done is not None and report.done == report.n_buckets:
+        return _Rest(-last.free_gib, f"the bars show all {report.done} buckets done")
+    rest = [bucket for bucket in _ladder(report) if bucket <= last.bucket]
+    left = f"{sum(rest):,} tokens in {len(rest)}" if law.by_tokens else f"{len(rest)}"
+    words = f"{law.words}, {left} were left, and {last.free_gib:.2f} GiB was free"
+    return _Rest(sum(map(law.cost, rest)) - last.free_gib, words)
+
+
 def ceiling_by_bars(report: CaptureReport) -> int | None:
-    """The largest bucket that the bars say would have fitted as the first one; None when they are too few."""
+    """The largest bucket that the bars say would have fitted as the first one.
+
+    None when they are too few, and when by them the whole ladder fits: then they tell nothing against any ceiling.
+    """
+    if fits_by_bars(report) is not None:
+        return None
     ladder = _ladder(report)
     first, law = report.first_bucket_gib, _law(report)
     free = report.series[0].free_gib if report.series else None
@@ -187,7 +224,9 @@ def _ladder(report: CaptureReport) -> tuple[int, ...]:
 
 
 def _law(report: CaptureReport) -> _Law | None:
-    """What the buckets after the first cost; None when bars show no such step."""
+    """What the buckets after the first cost; None when bars show no such step, or one of another process."""
+    if report.shared:
+        return None
     measured = list(zip(report.series, report.series[1:], strict=False))
     ladder = _ladder(report)
     sums = (0, *accumulate(ladder))
