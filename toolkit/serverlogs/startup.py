@@ -226,6 +226,12 @@ class VllmMemory:
     pool: VllmPool | None = None
     startup: VllmStartupMemory | None = None
 
+    @property
+    def got_far(self) -> bool:
+        """Whether it went on after the model was loaded."""
+        said = (self.profile, self.estimate, self.available_kv, self.pool, self.startup)
+        return bool(self.finished) or any(said)
+
 
 @dataclass(slots=True)
 class RankLog:
@@ -327,6 +333,9 @@ class Startup:
     vllm_kv_tokens: list[VllmKvTokens] = field(default_factory=list)
     prefills: PrefillStats = field(default_factory=PrefillStats)
     not_kept: int = 0
+    # Which process said the first of it, and which is behind each rank, where prefixes say so.
+    process: str = field(default="", repr=False)
+    processes: dict[Rank, str] = field(default_factory=dict, repr=False)
     # What `captures` goes by while it reads: the capture that each rank is in, and those that vLLM's end line ends.
     running: dict[Rank, Capture] = field(default_factory=dict, repr=False)
     drawn: list[Capture] = field(default_factory=list, repr=False)
