@@ -72,6 +72,20 @@ def test_what_stands_before_the_words_names_the_rank(prefix: str, rank: Rank) ->
     assert event.rank == rank
 
 
+@pytest.mark.parametrize(
+    ("rank", "label"),
+    [
+        (NO_RANK, "rank 0"),
+        (Rank(tp=1, ep=3), "TP1"),
+        (Rank(dp=0, pp=1, tp=2), "DP0 PP1 TP2"),
+        (Rank(ep=1), "EP1"),
+        (Rank(worker="pid 7"), "pid 7"),
+    ],
+)
+def test_ranks_that_differ_are_called_differently(rank: Rank, label: str) -> None:
+    assert rank.label == label
+
+
 def test_parts_after_a_carriage_return_are_from_the_same_container() -> None:
     text = (
         "pod-a  | Compiling num tokens (num_tokens=4): 1%|| 1/9\rCapturing batches (bs=1): 1%|| 1/9\r"
