@@ -53,8 +53,9 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
 
 
 def _where(report: CaptureReport) -> str:
-    if report.stopped_at is None:
-        return ""
+    if report.stopped_at is None:  # vLLM's bars count, and name no bucket
+        counted = report.done is not None and report.n_buckets is not None
+        return f" after {report.done} of {report.n_buckets} graphs" if counted else ""
     unit = "tokens" if report.phase == "prefill" else "requests"
     place = f" at the bucket of {report.stopped_at} {unit}"
     if report.done is not None and report.n_buckets is not None:
@@ -258,9 +259,10 @@ def no_room_for_kv(facts: Facts) -> Iterator[Finding]:
 
 
 def _paired(facts: Facts) -> list[tuple[Capture, CaptureReport]]:
-    if len(facts.startup.captures) != len(facts.captures):
-        return []  # vLLM, whose captures are told by other lines
-    return list(zip(facts.startup.captures, facts.captures, strict=True))
+    """Captures with their reports, those that have one: vLLM's that ended well are told by other lines."""
+    reports = {(each.rank, each.role, each.phase, each.lines): each for each in facts.captures}
+    named = ((each, (each.rank.label, each.role, each.phase, each.lines)) for each in facts.startup.captures)
+    return [(capture, reports[name]) for capture, name in named if name in reports]
 
 
 def _outside(startup: Startup) -> list[OutOfMemory]:
