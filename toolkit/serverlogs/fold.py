@@ -62,14 +62,15 @@ class Starts:
 
     def add(self, event: ev.Event) -> None:
         """Put one event where it belongs."""
-        lane = self._lane(event)
+        rank = event.rank
+        lane = self._lane(event) if rank.process or self._lanes else (rank.server, 0)
         startup = self._current.get(lane)
         if startup is None or begins_anew(startup, event):
             startup = self._open(event, lane)
         startup.last_line = event.line
         if startup.engine == "unknown":
             startup.engine = engine_of(event)
-        if event.rank.process:
+        if rank.process:
             _own(startup, event)
         handler = _HANDLERS.get(type(event))
         if handler is not None:

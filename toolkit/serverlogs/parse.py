@@ -68,9 +68,9 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
     carried, line_of_carried = NO_RANK, 0
     ignored = 0
     for number, text in read_lines(source, counters):
-        if number != line_of_carried:
+        if carried is not NO_RANK and number != line_of_carried:
             carried = NO_RANK
-        if text.startswith("[20") and carried is NO_RANK and (end := text.find("] ", 20, 160)) > 0:
+        if carried is NO_RANK and text.startswith("[20") and (end := text.find("] ", 20, 160)) > 0:
             # The common case, without a single pattern: [2026-08-27 00:00:52 TP0] words
             start, bare = end + 2, False
             alone = text.find("[", start) < 0  # no other line was written right behind it

@@ -6,9 +6,13 @@ from toolkit.serverlogs import events as ev
 from toolkit.serverlogs import events_vllm as vllm
 from toolkit.serverlogs.startup import RankLog, Startup
 
+_BEGINNINGS = {ev.EngineStart, ev.InitBegin, ev.InitDistributed, ev.WeightsBegin, vllm.VllmModelLoaded}
+
 
 def begins_anew(startup: Startup, event: ev.Event) -> bool:
     """Whether `event` is of the start after `startup`: something begins again that had got far, or had ended."""
+    if type(event) not in _BEGINNINGS:  # nearly all lines of a serving day
+        return False
     if isinstance(event, ev.EngineStart):
         return _another_start(startup, event)
     if isinstance(event, ev.InitBegin | ev.InitDistributed):
