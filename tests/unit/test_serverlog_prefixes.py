@@ -117,6 +117,7 @@ def test_a_prefix_before_every_line_loses_nothing(prefix: str, name: str) -> Non
 def test_an_exception_behind_words_is_one_only_where_a_traceback_could_be() -> None:
     (found,) = events("who knows: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert isinstance(found, OutOfMemory)
+    assert [type(event) for event in events("sg-0 server torch.OutOfMemoryError:")] == [OutOfMemory]
     words = "Ignore import error when loading sglang.srt.models.x: ModuleNotFoundError: No module named 'y'"
     assert events(words) == events("[2026-08-27 00:00:00 TP0] plug-in: " + words[-30:]) == []
 

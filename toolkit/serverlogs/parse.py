@@ -192,7 +192,7 @@ class _Reader:
 def _traceback(text: str) -> int:
     """Where the first or last line of a traceback stands behind a few words, 0 if nowhere: neither is like prose."""
     at = 0
-    for word in text[:_FARTHEST].split(" ", _MOST_WORDS_BEFORE + 1)[:-1]:
+    for word in text[:_FARTHEST].split(" ", _MOST_WORDS_BEFORE + 1)[: _MOST_WORDS_BEFORE + 1]:
         if ("." in word and failures.is_last_line(word, alone=False)) or text.startswith("Traceback (most", at):
             return at
         at += len(word) + 1
