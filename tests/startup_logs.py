@@ -6,6 +6,7 @@ compare `Made.expected` with `summary(startup)` of every start read.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,10 @@ from toolkit.serverlogs.startup import Capture, Startup
 
 # Wordings by age: up to about June 2026, then by release of 0.5.x.
 WORDINGS = ("old", "15", "16", "18", "21", "22", "23")
-PREFIXES = ("plain", "compose", "kubectl", "container", "ray")
+PREFIXES = (
+    *("plain", "compose", "kubectl", "container", "ray", "syslog", "journal", "swarm", "stern", "stream", "srun"),
+    *("mpirun", "serve", "unknown", "json", "json text"),
+)
 RANKINGS = ("none", "tp", "dp", "pp tp", "tp ep")
 ENDS = ("ready", "ready", "oom", "driver", "rule", "guard", "gate", "cut")
 
@@ -222,6 +226,17 @@ _OUTER = {
     "kubectl": "[pod/server-0/main] ",
     "container": "2026-08-27T00:00:52.123456789Z stderr F ",
     "ray": "(SGLangEngine pid=812, ip=10.0.0.1) ",
+    "syslog": "Aug  7 00:00:52 gpu1 sglang[812]: ",
+    "journal": "2026-08-27T00:00:52+0000 gpu1 sglang[812]: ",
+    "swarm": "sglang_srv.1.k3j2x0@node-1    | ",
+    "stern": "server-7d9f-x2x9z main ",
+    "stream": "ecs/server/3f5c0a1b ",
+    "srun": "0: ",
+    "mpirun": "[1,0]<stdout>:",
+    "serve": "(ServeReplica:default:LLM pid=812) ",
+    "unknown": "nobody knows this > ",
+    "json": "",
+    "json text": "",
 }
 NOISE = (
     "NCCL version 2.27.3+cuda12.9",
@@ -251,7 +266,20 @@ def write(made: list[Made], look: Look) -> str:
         text += look.line_end
         if look.noise and dice.random() < 0.2:
             text += outer + dice.choice(NOISE) + look.line_end
-    return text
+    return _wrapped(text, look) if look.prefix.startswith("json") else text
+
+
+def _wrapped(text: str, look: Look) -> str:
+    """As Docker's json-file driver, and as Google Cloud, would have written `text`."""
+    lines = text.split(look.line_end)
+    last = lines.pop()
+    if look.prefix == "json":
+        objects = [
+            json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-08-27T00:00:52Z"}) for line in lines
+        ]
+    else:
+        objects = [json.dumps({"severity": "INFO", "textPayload": line}, separators=(",", ":")) for line in lines]
+    return "".join(each + look.line_end for each in objects) + last
 
 
 def _inner(rank: str) -> str:

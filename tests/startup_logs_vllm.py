@@ -37,10 +37,13 @@ def summary(startup: Startup) -> dict[str, Any]:
     }
 
 
+_NEW = ("Aug 27 00:00:00 gpu1 vllm[99]: ", "vllm_srv.1.k3j2@node1    | ", "(ServeReplica:default:LLM pid=11) ")
+
+
 @st.composite
 def vllm_logs(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
     """One or two starts of a vLLM server in one file."""
-    outer = draw(st.sampled_from(("", "vllm-1  | ", "2026-04-19T11:23:01.201Z stdout F ")))
+    outer = draw(st.sampled_from(("", "vllm-1  | ", "2026-04-19T11:23:01.201Z stdout F ", "0: ", *_NEW)))
     colours, returns = draw(st.booleans()), draw(st.booleans())
     text, expected = "", []
     for _ in range(draw(st.integers(1, 2))):

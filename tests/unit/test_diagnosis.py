@@ -383,3 +383,10 @@ def test_a_long_log_is_read_in_time_with_its_lines() -> None:
     print(f"20,000 prefill batches: {time.perf_counter() - began:.2f} s")
     assert diagnosis.replay[0].batches == 20_002
     assert len(diagnosis.prefill_frame) == 4_000
+
+
+def test_the_estimate_pass_of_vllm_has_the_buckets_of_its_own_bars() -> None:
+    trial = next(each for each in diagnose(LOGS / "finding_vllm_oom.log").captures if each.outcome == "estimate")
+    real = [each for each in diagnose(LOGS / "vllm_tp2.log").captures if each.rank == "TP0"]
+    assert trial.n_buckets == 2
+    assert [(each.outcome, each.n_buckets) for each in real] == [("estimate", None), ("captured", 86)]

@@ -108,6 +108,16 @@ def test_what_is_no_prefill_batch_is_none(line: str) -> None:
     assert parse_prefill_batch(line) is None
 
 
+def test_thousands_separators_are_no_ends_of_numbers() -> None:
+    plain = parse_prefill_batch(PLAIN)
+    separated = PLAIN.replace("8192", "8,192").replace("6993", "6,993").replace("413282.46", "413,282.46")
+    assert parse_prefill_batch(separated) == plain
+    large = parse_prefill_batch(PLAIN.replace("8192", "1,234,567"))
+    assert large is not None and large.new_token == 1234567
+    assert parse_prefill_batch(PLAIN.replace("8192", "8,19")) is None  # neither a number nor two
+    assert parse_prefill_batch(PLAIN[: PLAIN.index("8192")] + "8,192") is None  # cut: was it 8,192,000?
+
+
 @settings(deadline=None)
 @given(st.text(max_size=300), st.text(max_size=300))
 def test_any_text_around_it_is_survived(before: str, after: str) -> None:

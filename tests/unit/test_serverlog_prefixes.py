@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from toolkit.serverlogs.events import NO_RANK, Event, Rank
+from toolkit.serverlogs import failures, sglang, vllm
+from toolkit.serverlogs.events import NO_RANK, Event, OutOfMemory, Rank
+from toolkit.serverlogs.failures import Parser
 from toolkit.serverlogs.lines import Counters
 from toolkit.serverlogs.parse import parse
 
@@ -36,6 +42,28 @@ WORDS = "Memory pool end. avail mem=1.50 GB"
         ("[2026-08-27 00:00:52 TP1] INFO: ", Rank(tp=1)),
         ("[2026-08-27 00:00:52 TP1] WARNING model_runner.py:123: ", Rank(tp=1)),
         ("2026-09-27T00:15:25.500Z 5ylyr21v-rhkt6 INFO TP2] ", Rank(tp=2)),
+        ("Aug  7 00:00:52 gpu1 sglang[99]: [2026-08-27 00:00:52 TP3] ", Rank(tp=3, server="gpu1 sglang")),
+        ("<30>Aug 27 00:00:52 gpu1 sglang: [2026-08-27 00:00:52 TP3] ", Rank(tp=3, server="gpu1 sglang")),
+        ("2026-08-27T00:00:52+0000 gpu1 docker[991]: [2026-08-27 00:00:52] ", Rank(server="gpu1 docker")),
+        ("Thu 2026-08-27 00:00:52 UTC gpu1 sglang.service[9]: ", Rank(server="gpu1 sglang.service")),
+        ("<34>1 2026-08-27T00:00:52.003Z gpu1 app 123 ID47 - ", Rank(server="gpu1 app")),
+        ("srv.1.k3j2@node1    | [2026-08-27 00:00:52 TP3] ", Rank(tp=3, server="srv.1")),
+        ("[pod/server-0/main] web-1 | ", Rank(server="pod/server-0/main web-1")),
+        ("sg-0 server [2026-08-27 00:00:52 TP3] ", Rank(tp=3, server="sg-0 server")),
+        ("ecs/server/3f5c [2026-08-27 00:00:52 TP3] ", Rank(tp=3, server="ecs/server/3f5c")),
+        ("0: [2026-08-27 00:00:52 TP3] ", Rank(tp=3)),
+        ("12: ", NO_RANK),
+        ("[1,0]<stdout>:[2026-08-27 00:00:52 TP3] ", Rank(tp=3)),
+        ("[default0]:", NO_RANK),
+        ("(ServeReplica:default:LLM pid=11) ", NO_RANK),
+        ("(TpWorker(model=x) pid=3) ", Rank(worker="pid 3")),
+        ("[2026-08-27 00:00:52] TP1 ", Rank(tp=1)),
+        ("[2026-08-27 00:00:52] [TP1] ", Rank(tp=1)),
+        ("[2026-08-27 00:00:52 EP1] ", Rank(ep=1)),
+        ("[2026-08-27T00:00:52Z] [2026-08-27 00:00:52 TP1] ", Rank(tp=1)),
+        ("2026-08-27 00:00:52,123 - INFO - ", NO_RANK),
+        ("2026-08-27 00:00:52,123 INFO sglang.srt.model_runner: ", NO_RANK),
+        ("INFO:sglang.srt:", NO_RANK),
         ('{"log":"', NO_RANK),
     ],
 )
@@ -44,12 +72,73 @@ def test_what_stands_before_the_words_names_the_rank(prefix: str, rank: Rank) ->
     assert event.rank == rank
 
 
+@pytest.mark.parametrize(
+    ("rank", "label"),
+    [
+        (NO_RANK, "rank 0"),
+        (Rank(tp=1, ep=3), "TP1"),
+        (Rank(dp=0, pp=1, tp=2), "DP0 PP1 TP2"),
+        (Rank(ep=1), "EP1"),
+        (Rank(worker="pid 7"), "pid 7"),
+    ],
+)
+def test_ranks_that_differ_are_called_differently(rank: Rank, label: str) -> None:
+    assert rank.label == label
+
+
 def test_parts_after_a_carriage_return_are_from_the_same_container() -> None:
     text = (
         "pod-a  | Compiling num tokens (num_tokens=4): 1%|| 1/9\rCapturing batches (bs=1): 1%|| 1/9\r"
         "[2026-01-01 00:00:00] " + WORDS
     )
     assert [event.rank.server for event in events(text)] == ["pod-a"] * 3
+
+
+# --- lines without a bracket of the server ---------------------------------------------------------------------
+
+SHAPES = (
+    *("Aug 27 00:00:00 gpu1 sglang[99]: ", "2026-08-27T00:00:00.5+00:00 gpu1 sglang[99]: ", "srv.1.k3j2@node1    | "),
+    *("0: ", "12: ", "sg-0 server ", "sg-0 › server ", "ecs/server/3f5c ", "(ServeReplica:default:LLM pid=11) "),
+    *("[1,0]<stdout>:", "   12\t", "> ", "nobody knows this: ", "sglang    ", "08:00:01 | "),
+)
+LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
+
+
+@pytest.mark.parametrize("prefix", SHAPES)
+@pytest.mark.parametrize(
+    "name", ["sglang_oom_driver", "sglang_oom_second_bucket", "finding_server_failed", "sglang_clean"]
+)
+def test_a_prefix_before_every_line_loses_nothing(prefix: str, name: str) -> None:
+    lines = (LOGS / f"{name}.log").read_text().splitlines()
+    bare, behind = events("\n".join(lines)), events("\n".join(prefix + line for line in lines))
+    assert [replace(event, rank=NO_RANK) for event in behind] == [replace(event, rank=NO_RANK) for event in bare]
+
+
+def test_an_exception_behind_words_is_one_only_where_a_traceback_could_be() -> None:
+    (found,) = events("who knows: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert isinstance(found, OutOfMemory)
+    assert [type(event) for event in events("sg-0 server torch.OutOfMemoryError:")] == [OutOfMemory]
+    words = "Ignore import error when loading sglang.srt.models.x: ModuleNotFoundError: No module named 'y'"
+    assert events(words) == events("[2026-08-27 00:00:00 TP0] plug-in: " + words[-30:]) == []
+
+
+def test_every_beginning_is_found_behind_a_prefix_that_is_not_known() -> None:
+    for beginning, parser in _rules():
+        for words in (beginning, f"{beginning} 1.00 GB, x"):
+            if parser(words, 1, NO_RANK):
+                assert events(f"who knows: {words}") == list(parser(words, 1, NO_RANK)), words
+
+
+def _rules() -> Iterator[tuple[str, Parser]]:
+    yield from (*sglang.RULES, *vllm.RULES, *failures.RULES)
+
+
+def test_two_lines_that_were_written_into_one_are_two() -> None:
+    first, second = (f"[2026-08-27 00:00:00 TP{rank}] {WORDS}" for rank in (0, 1))
+    for text in (first + second, f"srv-1 | {first}{second}", f"[2026-08-27 00:00:00] Decode batch, x{first}{second}"):
+        assert [event.rank.tp for event in events(text)] == [0, 1]
+    quoted = f"[2026-08-27 00:00:00] Receive: obj=GenerateReqInput(text='{first}', x={second})"
+    assert events(quoted) == events(f"[2026-08-27 00:00:00] said text='{second}'") == []
 
 
 # --- what is not understood ---------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from startup_logs import logs, summary
+from startup_logs import Look, logs, looks, make, shapes, summary, write
 from startup_logs_vllm import summary as vllm_summary
 from startup_logs_vllm import vllm_logs
+from startup_stages import Shape
 
 from toolkit.serverlogs.events import ErrorLine, OutOfMemory
 from toolkit.serverlogs.fold import read_log
@@ -30,6 +32,46 @@ def test_what_was_written_is_read(made: tuple[str, list[dict[str, object]]]) -> 
     text, expected = made
     found = [summary(startup) for startup in read_log(text.encode()).startups]
     assert found == expected
+
+
+@few
+@given(
+    st.tuples(shapes(), shapes()),
+    st.sampled_from(("syslog", "swarm", "stern", "srun", "serve")),
+    looks(),
+    st.integers(0, 2**32 - 1),
+)
+def test_two_servers_that_write_into_one_file_are_read_apart(
+    two: tuple[Shape, Shape], prefix: str, look: Look, seed: int
+) -> None:
+    look, dice = replace(look, prefix=prefix, noise=False), random.Random(seed)
+    made = [make(replace(shape, arguments=True), look) for shape in two]
+    queues = [write([each], look).splitlines(keepends=True) for each in made]
+    first, second = ANOTHER[prefix]
+    queues[1] = [line.replace(first, second) for line in queues[1]]
+    text = ""
+    while queues := [queue for queue in queues if queue]:
+        text += _line_of(dice.choice(queues))
+    found = [summary(startup) for startup in read_log(text.encode()).startups]
+    expected = [each.expected for each in made]
+    assert found in (expected, expected[::-1])
+
+
+ANOTHER = {
+    "syslog": ("gpu1", "gpu2"),
+    "swarm": ("srv.1.k3j2x0@node-1", "srv.2.x8fd@node-2"),
+    "stern": ("7d9f-x2x9z", "7d9f-a5b7c"),
+    "srun": ("0: ", "1: "),
+    "serve": ("pid=812", "pid=813"),
+}
+
+
+def _line_of(queue: list[str]) -> str:
+    """The next line of a file: what a carriage return parts belongs together."""
+    line = queue.pop(0)
+    while queue and not line.endswith("\n"):
+        line += queue.pop(0)
+    return line
 
 
 @quick
@@ -117,6 +159,14 @@ PIECES = (
         "(Worker_TP1 pid=7) ",
         "pod-1  | ",
         "[",
+        "Aug 27 00:00:00 gpu1 sglang[9]: ",
+        "(ServeReplica:a:b pid=3) ",
+        "srv.1.k3@n1 | ",
+        "sg-0 server ",
+        "0: ",
+        "INFO: ",
+        '{"log":"',
+        '"}',
         "KV Cache is allocated. ",
         "Disable prefill ",
     ),

@@ -271,6 +271,13 @@ def _values(event: Event) -> list[object]:
     return [getattr(event, name) for name in event.__dataclass_fields__ if name not in ("seconds", "graphs", "ladder")]
 
 
+def test_limits_that_are_cut_in_their_first_number_are_none() -> None:
+    words = "[2026-08-27 00:00:00] max_total_num_tokens=363520, chunked_prefill_size=8192, max_prefill_tokens=16384"
+    (found,) = events(words)
+    assert isinstance(found, Limits) and found.max_total_num_tokens == 363520
+    assert [events(words[:end]) for end in range(30, words.index(","))] == [[]] * (words.index(",") - 30)
+
+
 # --- prefill batches ----------------------------------------------------------------------------------------
 
 

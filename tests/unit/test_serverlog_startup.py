@@ -9,7 +9,8 @@ import pytest
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.events import PrefillLine, Rank
 from toolkit.serverlogs.fold import fold, read_log
-from toolkit.serverlogs.startup import MOST_LENGTHS, MOST_STARTUPS, Capture, Startup
+from toolkit.serverlogs.prefill_stats import MOST_LENGTHS
+from toolkit.serverlogs.startup import MOST_STARTUPS, Capture, Startup
 
 LOGS = Path(__file__).resolve().parents[1] / "serverlogs"
 

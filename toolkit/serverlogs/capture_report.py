@@ -251,14 +251,17 @@ def _vllm(startup: Startup) -> list[CaptureReport]:
         profile = log.vllm.profile
         counts = [count for count in (profile.piecewise, profile.full) if count is not None] if profile else []
         for event in log.vllm.finished:
+            estimate = is_estimate_pass(startup, log, event)
+            # The trial captures a few graphs only: as many as its own bars count to.
+            drawn = [each.total for each in startup.captures if each.finished is event and each.total is not None]
             found.append(
                 CaptureReport(
                     startup=startup.index,
                     rank=log.rank.label,
                     phase="all",
                     role="target",
-                    outcome="estimate" if is_estimate_pass(startup, log, event) else "captured",
-                    n_buckets=sum(counts) if counts else None,
+                    outcome="estimate" if estimate else "captured",
+                    n_buckets=sum(drawn if estimate else counts) or None,
                     mem_usage_gib=event.gib,
                     elapsed_s=event.seconds,
                     lines=(event.line,),

@@ -20,9 +20,10 @@ class Rank:
         dp: data-parallel rank, None when the prefix names none.
         pp: pipeline rank.
         tp: tensor-parallel rank.
-        ep: expert-parallel rank. It follows from the others and is no part of the label.
+        ep: expert-parallel rank. It follows from the others and is part of the label only where they are not named.
         worker: what else tells workers apart when no rank is named, for example `pid 123` of a Ray actor.
-        server: container or pod the line came from; two servers of one file differ here. Empty when not said.
+        server: container, pod or host the line came from; two servers of one file differ here. Empty when not said.
+        process: which process of `server` wrote it, where said. It is no part of what makes a rank.
     """
 
     dp: int | None = None
@@ -31,12 +32,14 @@ class Rank:
     ep: int | None = None
     worker: str = ""
     server: str = ""
+    process: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
-        """`DP0 PP1 TP3`, or `rank 0` where the log names none (a server on one GPU)."""
-        named = (("DP", self.dp), ("PP", self.pp), ("TP", self.tp))
-        return " ".join(f"{name}{number}" for name, number in named if number is not None) or self.worker or "rank 0"
+        """`DP0 PP1 TP3`, `EP1`, or `rank 0` where the log names none (a server on one GPU)."""
+        outer = (("DP", self.dp), ("PP", self.pp), ("TP", self.tp))
+        named = [f"{name}{number}" for name, number in outer if number is not None]
+        return " ".join(named) or (self.worker or "rank 0" if self.ep is None else f"EP{self.ep}")
 
     @property
     def named(self) -> bool:
@@ -52,8 +55,7 @@ class Event:
     """One fact of a log.
 
     Attributes:
-        line: number of its line, from 1.
-        rank: who wrote it.
+        line: number of its line, from 1; `rank` wrote it.
     """
 
     line: int
@@ -330,9 +332,7 @@ class OutOfMemory(Event):
     Attributes:
         source: `allocator` (torch.OutOfMemoryError), `driver` (CUDA error: out of memory) or `library` (cuBLAS, NCCL).
         message: the line's words.
-        tried_gib: what was asked for, where said.
-        free_gib: what was free.
-        total_gib: the card's memory.
+        tried_gib: what was asked for, where said; `free_gib` of `total_gib`, the card's memory, was free.
         private_pools_gib: what CUDA graphs held.
     """
 

@@ -75,6 +75,11 @@ def is_exception(word: str) -> bool:
     return word.rstrip(":").endswith(_ENDS)
 
 
+def is_last_line(word: str, alone: bool) -> bool:
+    """Whether `word` is an exception's name as the last line of a traceback has it: a colon follows, or nothing."""
+    return (word.endswith(":") or alone) and is_exception(word) and word.rstrip(":") not in _ENDS
+
+
 def _memory(message: str, line: int, rank: Rank) -> tuple[Event, ...]:
     memory = out_of_memory(message, line, rank)
     return (memory,) if memory else ()

@@ -10,10 +10,10 @@ from toolkit.serverlogs import events_vllm as vllm
 from toolkit.serverlogs.captures import CAPTURE_HANDLERS, OF_FAILURES, went_on
 from toolkit.serverlogs.lines import Counters, Source
 from toolkit.serverlogs.parse import parse
+from toolkit.serverlogs.prefill_stats import MOST_LENGTHS, LengthCount
+from toolkit.serverlogs.restarts import begins_anew, engine_of
 from toolkit.serverlogs.startup import (
-    MOST_LENGTHS,
     MOST_STARTUPS,
-    LengthCount,
     ServerLog,
     Startup,
     Weights,
@@ -45,100 +45,120 @@ def fold(events: Iterable[ev.Event]) -> list[Startup]:
 
 
 class Starts:
-    """Takes events one by one. Servers of one file are told apart by container or pod, restarts by what repeats."""
+    """Takes events one by one. Servers of one file are told apart by container or pod, restarts by what repeats.
+
+    Where several servers share a name (two engines of one Ray cluster), the process that a prefix names tells them
+    apart: a rank has one process, and so have the arguments. Each server is then a lane of that name.
+    """
 
     def __init__(self) -> None:
         self.dropped = 0
         self._kept: list[Startup] = []
-        self._current: dict[str, Startup] = {}
+        self._current: dict[Lane, Startup] = {}
+        self._lanes: dict[str, int] = {}
+        self._lane_of: dict[tuple[str, str], Lane] = {}
         self._count = 0
 
     def add(self, event: ev.Event) -> None:
         """Put one event where it belongs."""
-        startup = self._current.get(event.rank.server)
-        if startup is None or _begins_anew(startup, event):
-            startup = self._open(event)
+        rank = event.rank
+        lane = self._lane(event) if rank.process or self._lanes else (rank.server, 0)
+        startup = self._current.get(lane)
+        if startup is None or begins_anew(startup, event):
+            startup = self._open(event, lane)
         startup.last_line = event.line
         if type(event) not in OF_FAILURES:
             went_on(startup, event)
         if startup.engine == "unknown":
-            startup.engine = _engine_of(event)
+            startup.engine = engine_of(event)
+        if rank.process:
+            _own(startup, event)
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             handler(startup, event)
 
     def finished(self) -> list[Startup]:
-        """All starts, first line first."""
+        """All starts, first line first. Those of one name that ran beside each other are called by their process."""
+        for name, lanes in self._lanes.items():
+            of_name = [startup for startup in self._kept if startup.server == name] if lanes else []
+            for startup in _beside_each_other(of_name):
+                startup.server = f"{name} {startup.process}".strip()
         return list(self._kept)
 
-    def _open(self, event: ev.Event) -> Startup:
+    def _lane(self, event: ev.Event) -> Lane:
+        """The lane of an event: that of its process, else the newest of its server that has no other in its place."""
+        server, process = event.rank.server, event.rank.process
+        newest = self._lanes.get(server, 0)
+        if not process:
+            return server, newest
+        known = self._lane_of.get((server, process))
+        if known is not None and not _of_another(self._current.get(known), event):
+            return known
+        if not isinstance(event, _OF_ONE_PROCESS):
+            return known or (server, newest)
+        lane = next(
+            (
+                (server, number)
+                for number in range(newest, max(newest - _MOST_LANES, -1), -1)
+                if not _of_another(self._current.get((server, number)), event)
+            ),
+            (server, newest + 1),
+        )
+        self._lanes[server] = max(newest, lane[1])
+        if len(self._lane_of) < _MOST_PROCESSES:
+            self._lane_of[server, process] = lane
+        return lane
+
+    def _open(self, event: ev.Event, lane: Lane) -> Startup:
         startup = Startup(event.rank.server, self._count, first_line=event.line)
         self._count += 1
         self._kept.append(startup)
         if len(self._kept) > MOST_STARTUPS:
             del self._kept[MOST_STARTUPS // 2]
             self.dropped += 1
-        if len(self._current) < MOST_STARTUPS or event.rank.server in self._current:
-            self._current[event.rank.server] = startup
+        if len(self._current) < MOST_STARTUPS or lane in self._current:
+            self._current[lane] = startup
         return startup
 
 
-# --- where one start ends and the next begins -----------------------------------------------------------------
+# --- which process a start belongs to ---------------------------------------------------------------------------
 
-
-def _begins_anew(startup: Startup, event: ev.Event) -> bool:
-    if isinstance(event, ev.EngineStart):
-        return _another_start(startup, event)
-    if isinstance(event, ev.InitBegin | ev.InitDistributed):
-        return startup.engine == "vllm" or _is_up(startup, event.rank) or _has_failed(startup)
-    if isinstance(event, ev.WeightsBegin):
-        log = startup.ranks.get(event.rank)
-        got_far = log is not None and bool(log.captures or log.pool_ends)
-        return startup.engine == "vllm" or _is_up(startup, event.rank) or (got_far and _has_failed(startup))
-    if isinstance(event, vllm.VllmModelLoaded):
-        log = startup.ranks.get(event.rank)
-        finished = log is not None and log.vllm.pool is not None
-        return startup.engine == "sglang" or finished or startup.ready is not None or _has_failed(startup)
-    return False
-
-
-def _another_start(startup: Startup, event: ev.EngineStart) -> bool:
-    if startup.start is None:
-        # Arguments come first; whatever was said before them belongs to the server before.
-        return bool(startup.ranks) or startup.ready is not None
-    # Data-parallel vLLM engines print their arguments one after the other.
-    return event.engine != "vllm" or event.rank == startup.start.rank or startup.ready is not None
-
-
-def _is_up(startup: Startup, rank: ev.Rank) -> bool:
-    """Whether `rank` had started, so that another beginning of it is another start.
-
-    A draft worker begins like its target did, so a second beginning alone proves nothing; and one data-parallel rank
-    may be up while another still loads.
-    """
-    return startup.ready is not None or any(limits.rank == rank for limits in startup.limits)
-
-
-def _has_failed(startup: Startup) -> bool:
-    return bool(startup.failures or startup.ooms or startup.interrupted) or any(error.fatal for error in startup.errors)
-
-
-_ONLY_SGLANG = (
-    *(ev.InitBegin, ev.InitDistributed, ev.MemoryBaseline, ev.WeightsBegin, ev.WeightsEnd, ev.KvPool, ev.MambaPool),
-    *(ev.MemoryPoolEnd, ev.Limits, ev.EngineTimings, ev.PrefillLine, ev.PostCaptureSizing),
-    *(ev.CaptureBegin, ev.CaptureSizes, ev.CaptureEnd, ev.CaptureFailed, ev.DisableLine, ev.GateLine),
+Lane = tuple[str, int]
+_MOST_LANES, _MOST_PROCESSES = 64, 4_096
+# Only one process of a server says these of one rank; its arguments are said by one process.
+_OF_ONE_PROCESS = (
+    *(ev.EngineStart, ev.InitBegin, ev.InitDistributed, ev.MemoryBaseline, ev.WeightsBegin, ev.WeightsEnd, ev.KvPool),
+    *(ev.MemoryPoolEnd, ev.CaptureBegin, ev.CaptureEnd, vllm.VllmModelLoaded, vllm.VllmAvailableKv),
 )
 
 
-def _engine_of(event: ev.Event) -> str:
+def _of_another(startup: Startup | None, event: ev.Event) -> bool:
+    """Whether another process than the event's has its place in `startup`."""
+    if startup is None or not isinstance(event, _OF_ONE_PROCESS):
+        return False
     if isinstance(event, ev.EngineStart):
-        return event.engine
-    if type(event).__module__ == vllm.__name__:
-        return "vllm"
-    of_sglang = isinstance(event, _ONLY_SGLANG)
-    if isinstance(event, ev.BucketBar):
-        of_sglang = event.bucket is not None or event.free_gib is not None  # vLLM's bars name neither
-    return "sglang" if of_sglang else "unknown"
+        return startup.start is not None and startup.start.rank.process not in ("", event.rank.process)
+    return startup.processes.get(event.rank, event.rank.process) != event.rank.process
+
+
+def _own(startup: Startup, event: ev.Event) -> None:
+    startup.process = startup.process or event.rank.process
+    if isinstance(event, _OF_ONE_PROCESS) and not isinstance(event, ev.EngineStart):
+        startup.processes.setdefault(event.rank, event.rank.process)
+
+
+def _beside_each_other(startups: list[Startup]) -> list[Startup]:
+    """Starts of which one began before another had ended: no restarts, but servers of their own."""
+    ordered = sorted(startups, key=lambda startup: startup.first_line)
+    beside: dict[int, Startup] = {}
+    longest: Startup | None = None
+    for startup in ordered:
+        if longest is not None and startup.first_line < longest.last_line and startup.process != longest.process:
+            beside |= {longest.index: longest, startup.index: startup}
+        if longest is None or startup.last_line > longest.last_line:
+            longest = startup
+    processes = {startup.process for startup in beside.values()}
+    return [startup for startup in startups if startup.process in processes]
 
 
 # --- what each event does -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import InvalidInput
+from toolkit.serverlogs.unwrap import unwrapped
 
 MAX_LINE = 64 * 1024
 CHUNK = 256 * 1024
@@ -91,13 +92,18 @@ def open_source(source: Source) -> Iterator[bytes]:
 def read_lines(source: Source, counters: Counters | None = None) -> Iterator[tuple[int, str]]:
     """(line number from 1, text without colours and line end), empty parts left out. `counters` is filled in.
 
+    Of a line that is a JSON object of a log collector (see `unwrap`) the text inside.
+
     Raises:
         InvalidInput: as `open_source`; nothing else, whatever the bytes are.
     """
     counters = counters if counters is not None else Counters()
     number = 1
     for block in _blocks(_unpacked(open_source(source), counters), counters):
-        lines = _text(block, counters).split("\n")
+        text = _text(block, counters)
+        lines = text.split("\n")
+        if text.startswith("{") or "\n{" in text:
+            lines = list(map(_unwrapped, lines))
         for line in lines:
             if "\r" in line:
                 for part in line.split("\r"):
@@ -108,6 +114,14 @@ def read_lines(source: Source, counters: Counters | None = None) -> Iterator[tup
             number += 1
         number -= 1  # what follows the block's last line end belongs to the line that goes on
         counters.lines = number if lines[-1] else number - 1
+
+
+def _unwrapped(line: str) -> str:
+    """The text inside a line that is a JSON object of a log collector, its lines as parts of one; others unchanged."""
+    text = unwrapped(line) if line.startswith("{") and len(line) <= MAX_LINE else None
+    if text is None:
+        return line
+    return _ANSI.sub("", text).rstrip("\n").replace("\n", "\r")
 
 
 def _shortened(part: str, counters: Counters) -> str:

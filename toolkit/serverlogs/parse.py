@@ -10,7 +10,7 @@ from toolkit.serverlogs.bars import has_bar, parse_bars
 from toolkit.serverlogs.events import NO_RANK, Event, PrefillLine, Rank
 from toolkit.serverlogs.failures import Parser
 from toolkit.serverlogs.lines import Counters, Source, read_lines
-from toolkit.serverlogs.prefixes import Prefixes
+from toolkit.serverlogs.prefixes import Prefixes, rank_in
 
 # Lines that hold the words of a request or an answer, which may be anything.
 _REQUESTS = ("Receive: ", "Finish: ", "Received request ")
@@ -38,16 +38,17 @@ def _rules_for(text: str) -> _Rules:
 
 
 _INDEX = _index()
-_LONGEST = 60
+_LONGEST = 120
 _LEVELS = ("INFO:", "WARNING:", "ERROR:")
 # Most lines of a serving day, and of no use here: steps of decode, and requests (`INFO:     10.0.0.7:40002 - "GET`).
 _FREQUENT = ("Decode batch", *(f"INFO:     {digit}" for digit in range(10)))
 # A line that is not understood from its start may still hold words of ours behind an unknown prefix.
-_HINTS = ("mem=", " graph", "GiB", "allocated", "Traceback", "OutOfMemory", "server_args=")
-_MAY_PRECEDE = re.compile(r"[\]:|)] |\":\"")
+_MAY_PRECEDE = re.compile(r"[\]:|)>] |\t|\":\"")
 _VALUE = re.compile(r"[=:({\[,] ?'|=\"|[:({\[,] \"")
 _FARTHEST = 240
-_NEXT_LOG_LINE = re.compile(r"(?<=.)\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]\n]{0,100}\] ")
+_MOST_WORDS_BEFORE = 5
+_MOST_TRIES = 4
+_NEXT_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]\n]{0,100}\] ")
 
 
 def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
@@ -62,30 +63,37 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
     """
     counters = counters if counters is not None else Counters()
     reader = _Reader(counters)
-    rank_of = reader.prefixes.rank
+    plain = reader.prefixes.plain
     # What follows a carriage return has no prefix of its own: it is from the server that began the line.
-    server, line_of_server = "", 0
+    carried, line_of_carried = NO_RANK, 0
     ignored = 0
     for number, text in read_lines(source, counters):
-        if number != line_of_server:
-            server = ""
-        if text.startswith("[20") and (end := text.find("] ", 20, 160)) > 0:
+        if carried is not NO_RANK and number != line_of_carried:
+            carried = NO_RANK
+        if carried is NO_RANK and text.startswith("[20") and (end := text.find("] ", 20, 160)) > 0:
             # The common case, without a single pattern: [2026-08-27 00:00:52 TP0] words
-            start = end + 2
-            if text.startswith(_FREQUENT, start):
+            start, bare = end + 2, False
+            alone = text.find("[", start) < 0  # no other line was written right behind it
+            if alone and text.startswith(_FREQUENT, start):
                 ignored += 1
                 continue
-            rank = rank_of(text[20:end], server) if end > 20 or server else NO_RANK
+            rank = plain(text[20:end])
         else:
-            start, rank = reader.prefixes.strip(text, server)
-            if text.startswith(_FREQUENT, start):
+            start, rank = reader.prefixes.strip(text, carried)
+            alone = text.find("[", start) < 0
+            if alone and text.startswith(_FREQUENT, start):
                 ignored += 1
                 continue
-            if rank.server:
-                server, line_of_server = rank.server, number
+            if rank.server or rank.process:
+                carried, line_of_carried = Rank(server=rank.server, process=rank.process), number
             if start == len(text):
                 continue  # a prefix alone
-        for event in reader.words(text[start:] if start else text, number, rank):
+            bare = "[" not in text[:start]
+        if alone:
+            found = reader.words(text[start:], number, rank, bare, 1 if bare else _MOST_TRIES)
+        else:
+            found = reader.lines(text, start, number, rank, bare)
+        for event in found:
             counters.events += 1
             if type(event) is not PrefillLine:
                 counters.stamp(number, text)
@@ -100,8 +108,26 @@ class _Reader:
         self.counters = counters
         self.prefixes = Prefixes()
 
-    def words(self, text: str, line: int, rank: Rank) -> tuple[Event, ...]:
-        """The facts of one line without its prefix."""
+    def lines(self, text: str, start: int, line: int, rank: Rank, bare: bool) -> tuple[Event, ...]:
+        """The facts of a line whose words begin at `start`, and of those that were written right behind them."""
+        found: tuple[Event, ...] = ()
+        for first, last in _log_lines(text, start):
+            at, whose = first, rank
+            if first > start:
+                bare, carried = False, Rank(worker=rank.worker, server=rank.server, process=rank.process)
+                length, whose = self.prefixes.strip(text[first:last], carried)
+                at += length
+            if text.startswith(_FREQUENT, at):
+                self.counters.ignored += 1
+            elif at < last:
+                found += self.words(text[at:last], line, whose, bare, _MOST_TRIES)
+        return found
+
+    def words(self, text: str, line: int, rank: Rank, bare: bool, tries: int) -> tuple[Event, ...]:
+        """The facts of one line without its prefix. `bare` lines had none with a bracket in it: so are tracebacks.
+
+        `tries` bounds how often more of a prefix is looked for behind it: a level, and all others if above 1.
+        """
         first = text.split(" ", 1)[0]
         for beginning, parser in _INDEX.get(first) or _rules_for(first):
             if text.startswith(beginning):
@@ -110,45 +136,77 @@ class _Reader:
                     return ()
                 if found := parser(text, line, rank):
                     return found
-        if first in _LEVELS:
-            return self._levelled(text[len(first) :].lstrip(), line, rank)
+        if first in _LEVELS and tries:
+            return self._levelled(text[len(first) :].lstrip(), line, rank, bare, tries)
         if failures.is_exception(first) and (found := failures.exception(text, line, rank)):
             return found
-        return self._anywhere(text, line, rank)
+        start, named = self.prefixes.strip(text, rank) if tries > 1 else (0, rank)
+        if start:
+            return self.words(text[start:], line, named, bare, tries - 1)
+        return self._anywhere(text, line, rank, bare)
 
-    def _levelled(self, text: str, line: int, rank: Rank) -> tuple[Event, ...]:
+    def _levelled(self, text: str, line: int, rank: Rank, bare: bool, tries: int) -> tuple[Event, ...]:
         """After `INFO:`; an address there is the start of a request's line."""
         if text[:1].isdigit() or not text:
             self.counters.ignored += 1
             return ()
-        return self.words(text, line, rank)
+        return self.words(text, line, rank, bare, tries - 1)
 
-    def _anywhere(self, text: str, line: int, rank: Rank) -> tuple[Event, ...]:
+    def _anywhere(self, text: str, line: int, rank: Rank, bare: bool) -> tuple[Event, ...]:
         """What stands behind a prefix that is not known, and bars with what was printed right after them."""
         if "%|" in text or has_bar(text):
             return self._bars(text, line, rank)
-        if any(hint in text for hint in _HINTS):
+        if bare and (at := _traceback(text)):
+            return self._behind(text, at, line, rank, bare)
+        if first := _MAY_PRECEDE.search(text, 0, _FARTHEST):
             value = _VALUE.search(text, 0, _FARTHEST)  # from there on a line may hold what somebody asked a model
-            for before in _MAY_PRECEDE.finditer(text, 0, value.start() if value else _FARTHEST):
-                at = before.end()
-                for beginning, parser in _rules_for(text[at : at + _LONGEST]):
-                    if parser is not None and text.startswith(beginning, at):
-                        named = self.prefixes.rank(text[:at], rank.server, rank.worker)
-                        if found := parser(text[at:], line, named if named.named else rank):
-                            return found
+            for before in _MAY_PRECEDE.finditer(text, first.start(), value.start() if value else _FARTHEST):
+                if found := self._behind(text, before.end(), line, rank, bare):
+                    return found
         self.counters.unknown += 1
         return ()
 
+    def _behind(self, text: str, at: int, line: int, rank: Rank, bare: bool) -> tuple[Event, ...]:
+        """The facts of the words at `at`, if they are of ours. An exception counts only behind a few words."""
+        first = text[at : at + _LONGEST].split(" ", 1)[0]
+        for beginning, parser in _INDEX.get(first) or (_rules_for(first) if "=" in first else ()):
+            if parser is None or not text.startswith(beginning, at):
+                continue
+            if found := parser(text[at:], line, rank_in(text[:at], rank)):
+                return found
+        if bare and failures.is_last_line(first, at + len(first) == len(text)):
+            few = len(text[:at].split()) <= _MOST_WORDS_BEFORE
+            return failures.exception(text[at:], line, rank) if few else ()
+        return ()
+
     def _bars(self, text: str, line: int, rank: Rank) -> tuple[Event, ...]:
-        # A bar leaves the cursor in its line, so another rank's line may follow it there.
-        behind = _NEXT_LOG_LINE.search(text)
-        bars: tuple[Event, ...] = tuple(parse_bars(text[: behind.start()] if behind else text, line, rank))
-        if behind:
-            start, next_rank = self.prefixes.strip(text[behind.start() :], rank.server)
-            return (*bars, *self.words(text[behind.start() + start :], line, next_rank))
+        bars = tuple(parse_bars(text, line, rank))
         if not bars:
             if "%|" in text or "it/s" in text:
                 self.counters.ignored += 1
             else:
                 self.counters.unknown += 1
         return bars
+
+
+def _traceback(text: str) -> int:
+    """Where the first or last line of a traceback stands behind a few words, 0 if nowhere: neither is like prose."""
+    at = 0
+    for word in text[:_FARTHEST].split(" ", _MOST_WORDS_BEFORE + 1)[: _MOST_WORDS_BEFORE + 1]:
+        if ("." in word and failures.is_last_line(word, alone=False)) or text.startswith("Traceback (most", at):
+            return at
+        at += len(word) + 1
+    return 0
+
+
+def _log_lines(text: str, start: int) -> Iterator[tuple[int, int]]:
+    """Where the log lines of `text` begin and end: two processes may write theirs without a line end between them."""
+    first = start
+    if not text.startswith(_REQUESTS, start):
+        for stamp in _NEXT_LOG_LINE.finditer(text, start + 1):
+            at = stamp.start()
+            # What a request quotes is no line of the log; arguments, which have quotes too, end with their bracket.
+            if text[at - 1] == ")" or not _VALUE.search(text, first, at):
+                yield first, at
+                first = at
+    yield first, len(text)

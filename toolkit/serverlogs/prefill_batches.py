@@ -8,7 +8,8 @@ The line in SGLang 0.5.15 to 0.5.23 (public releases, read from their source):
 An iteration number may follow `batch` in brackets. Hybrid models write `full token usage` and `swa token usage` or
 `mamba usage`, disaggregated prefill adds `#bootstrap-req` and `#inflight-req`, 0.5.21 and later `#replay-token`;
 off CUDA the label is `cpu graph`, `npu graph` or `musa graph`. Older builds write `Prefill batch.` and no graph.
-Fields are therefore read by name, in any order, and those that are not known are passed over.
+Fields are therefore read by name, in any order, and those that are not known are passed over. Some formatters write
+thousands separators (`#new-token: 1,234`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 _MARK = "Prefill batch"
 # Both have bounded repetition and nothing nested, so that matching stays linear whatever the line holds.
 _HEAD = re.compile(r"Prefill batch(?: ?\[(\d{1,18})\])?[,.] ")
-_NUMBER = re.compile(r"(-?\d{1,18}(?:\.\d{1,18})?)(?![\w.])")
+_NUMBER = re.compile(r"(-?(?:\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,18})?)(?![\w.]|,\d)")
 _RANK = re.compile(r"(?<!\w)(?:DP|PP|CP|TP|EP)\d{1,6}(?!\w)")
 _GRAPH = " graph"
 
@@ -102,9 +103,10 @@ def _fields(text: str) -> dict[str, str]:
 
 def _number(fields: dict[str, str], name: str) -> float | None:
     match = _NUMBER.match(fields.get(name, ""))
-    return float(match[1]) if match else None
+    return float(match[1].replace(",", "")) if match else None
 
 
 def _count(fields: dict[str, str], name: str) -> int | None:
     match = _NUMBER.match(fields.get(name, ""))
-    return int(match[1]) if match and match[1].isascii() and match[1].isdigit() else None
+    digits = match[1].replace(",", "") if match else ""
+    return int(digits) if digits.isascii() and digits.isdigit() else None

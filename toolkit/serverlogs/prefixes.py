@@ -1,112 +1,203 @@
-"""What stands before a server's own words on a line, and which rank it names.
+"""What stands before a server's own words on a line, and which rank, process and server it names.
 
-`[2026-08-27 00:00:52 DP0 TP1] `, the names that docker compose and kubectl put first, time stamps of container run
-times, Ray's and vLLM's `(Worker_TP0 pid=123, ip=10.0.0.1) `, levels, and `[gpu_model_runner.py:1234] `, in any order.
+`[2026-08-27 00:00:52 DP0 TP1] `, the names that docker compose and swarm, kubectl and stern put first, time stamps of
+container run times, `Aug 27 00:00:52 host sglang[99]: ` of syslog and journald, task numbers of srun and mpirun, Ray's
+and vLLM's `(Worker_TP0 pid=123, ip=10.0.0.1) `, levels, and `[gpu_model_runner.py:1234] `, in any order.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from toolkit.serverlogs.events import NO_RANK, Rank
+from toolkit.serverlogs.failures import is_exception
 
-_MOST_PREFIXES = 12
+_MOST_PREFIXES = 16
 _MOST_CACHED = 4096
+_MOST_LEARNED = 32
 _FARTHEST = 160
 
 # Every repetition is bounded and no two neighbours can match the same text, so one try costs little whatever comes.
-_PART = re.compile(
+_TIME = re.compile(
     r"""
-      (?P<blank>[ \t]{1,400})
-    | \[(?P<bracket>[^\][\n]{1,200})\]:?(?=[ ]|$)
-    | \((?P<actor>[A-Za-z_][\w.<>]{0,80}(?:[ ](?!pid=)[\w]{1,20}){0,3})?[ ]?(?:pid=(?P<pid>\d{1,10}))?
-      (?:,[ ]ip=[\w.:]{1,60})?\)(?=[ ]|$)
-    | \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?
+      (?:<\d{1,3}>(?:1[ ])?)?                                         # syslog's priority, and its version
+      (?: \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d
+        | (?:[A-Z][a-z][a-z][ ])?(?:\d{4}-\d\d-\d\d[ ]\d\d:\d\d:\d\d|[A-Z][a-z][a-z][ ]{1,2}\d{1,2}[ ]\d\d:\d\d:\d\d)
+        | \d\d-\d\d[ ]\d\d:\d\d:\d\d
+        | \d\d:\d\d:\d\d )
+      (?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d|[ ][A-Z]{3,4}(?=[ ][\w.-]{1,64}[ ]))?
       (?:[ ]std(?:out|err)[ ][FP])?(?:[ ][|-])?(?=[ ]|$)
-    | (?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|FATAL)(?=[ ])
-    | \d\d-\d\d[ ]\d\d:\d\d:\d\d(?:[.]\d{1,6})?(?=[ ])
-    | [\w/.-]{1,80}\.py:\d{1,6}(?:\]|:)(?=[ ])
-    | (?P<service>[A-Za-z0-9][\w.-]{0,100})[ ]{1,60}\|(?=[ ]|$)
     """,
     re.VERBOSE | re.ASCII,
 )
+# Behind a time: the host and the program of syslog and journald, as RFC 3164 and as RFC 5424 write them.
+_HOST = re.compile(
+    r"[ ](?P<host>[\w.-]{1,64})[ ](?:(?P<tag>[\w./@-]{1,80})\[(?P<pid>\d{1,10})\]:"
+    r"|(?P<app>[\w./@-]{1,64})[ ](?P<proc>\d{1,10})[ ][\w-]{1,32}[ ](?:-|\[[^\]\n]{0,200}\]))(?=[ ]|$)",
+    re.ASCII,
+)
+_HOST_ALONE = re.compile(r"[ ](?P<host>[\w.-]{1,64})[ ](?P<tag>[\w./@-]{1,80}):(?=[ ]|$)", re.ASCII)
+_PART = re.compile(
+    r"""
+      (?P<blank>[ \t]{1,400})
+    | \[(?P<bracket>[^\][\n]{1,200})\](?::|(?=[ ]|$))
+    | \((?P<actor>[^()\n]{1,100}?(?:\([^()\n]{0,60}\))?)?[ ]?pid=(?P<pid>\d{1,10})
+      (?:,[ ]ip=(?P<ip>[\w.:]{1,60}))?\)(?=[ ]|$)
+    | \((?P<name>[A-Za-z_][\w.<>]{0,80}(?:[ ][\w]{1,20}){0,3})(?:,[ ]ip=[\w.:]{1,60})?\)(?=[ ]|$)
+    | (?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|FATAL)(?:[ ]-)?(?=[ ])
+    | (?:INFO|WARNING|ERROR|DEBUG|CRITICAL):[a-z_][a-z0-9_.]{0,100}:
+    | (?=[^ :\n]{1,83}+:\d)[\w/.-]{1,80}\.py:\d{1,6}(?:\]|:)(?=[ ])
+    | [a-z_][a-z0-9_]{0,40}(?:\.[a-z_][a-z0-9_]{0,40}){1,8}:(?=[ ])  # a logger; an exception has capitals
+    | (?P<task>\d{1,7}):(?=[ ]|\[20)                                  # srun --label
+    | \[\d{1,4},(?P<process>\d{1,7})\]<std(?:out|err)>:               # mpirun --tag-output
+    | \d{1,9}\t                                                       # cat -n
+    | (?P<ranks>(?:DP|PP|TP|EP)\d{1,5}(?:[ ](?:DP|PP|TP|EP)\d{1,5}){0,3}):?(?=[ ])
+    | (?P<service>[A-Za-z0-9][\w.-]{0,100}+)(?:@[\w.-]{1,64}+)?[ ]{1,60}+\|(?=[ ]|$)
+    """,
+    re.VERBOSE | re.ASCII,
+)
+# Only where the server's own bracket or a name learned from one follows: two words could be anything else.
+_POD_AND_CONTAINER = re.compile(r"[a-z0-9][a-z0-9.-]{0,100} (?:› )?[a-z0-9][a-z0-9-]{0,62} ")  # stern
+_STREAM = re.compile(r"[\w.-]{1,80}(?:/[\w.-]{1,80}){1,4} ", re.ASCII)  # of CloudWatch: ecs/server/3f5c
+_UNKNOWN = re.compile(r"[^\"'=(){}|%\n]{1,80}[ :>|\t]")
 _RANK = re.compile(r"(?<![A-Za-z])(DP|PP|TP|EP)_?(\d{1,5})(?![A-Za-z0-9])", re.ASCII)
 _GLOBAL_RANK = re.compile(r"rank ?(\d{1,5})$", re.ASCII)
+_SWARM_TASK = re.compile(r"(.{1,90}\.\d{1,4})\.[a-z0-9]{1,30}$")
 _POD = "pod/"
-_OF_API = ("APIServer", "ApiServer")
+# Names of vLLM's own processes: several belong to one server.
+_OF_ENGINE = ("APIServer", "ApiServer", "EngineCore")
+_OF_VLLM = (*_OF_ENGINE, "Worker", "VllmWorker", "RayWorker")
+_REPLICA = "ServeReplica:"
 
 
-def rank_in(text: str, server: str = "", worker: str = "") -> Rank:
-    """The rank that `DP0 PP1 TP2 EP3` (any order, also `Worker_TP2_EP3`) names; `NO_RANK` when none is named."""
+def rank_in(text: str, outer: Rank = NO_RANK) -> Rank:
+    """The rank that `DP0 PP1 TP2 EP3` (any order, also `Worker_TP2_EP3`) names; that of `outer` when none is named.
+
+    Server and process are those of `outer`.
+    """
     found: dict[str, int] = {}
     for name, number in _RANK.findall(text.replace("_", " ")):
         found.setdefault(name.lower(), int(number))
-    if not found and not server and not worker:
-        return NO_RANK
-    return Rank(**found, worker="" if found else worker, server=server)
+    if not found:
+        return outer
+    dp, pp, tp, ep = (found.get(name) for name in ("dp", "pp", "tp", "ep"))
+    return Rank(dp, pp, tp, ep, server=outer.server, process=outer.process)
 
 
 class Prefixes:
     """Finds where the words begin, remembering what it has seen: a log has few different prefixes."""
 
     def __init__(self) -> None:
-        self._ranks: dict[tuple[str, str, str], Rank] = {}
-        self._outer: dict[str, tuple[bool, Rank]] = {}
+        self._plain: dict[str, Rank] = {}
+        # What stands before the bracket: the rank that it names, and by the bracket's inside the rank of the line.
+        self._outer: dict[tuple[bool, str], tuple[Rank, dict[str, Rank]] | None] = {}
+        self._learned: dict[str, Rank] = {}
 
-    def rank(self, text: str, server: str = "", worker: str = "") -> Rank:
-        """`rank_in`, from memory where possible."""
-        key = (text, server, worker)
-        known = self._ranks.get(key)
-        if known is None:
-            known = rank_in(text, server, worker)
-            if len(self._ranks) < _MOST_CACHED:
-                self._ranks[key] = known
-        return known
+    def plain(self, inside: str) -> Rank:
+        """The rank of `[2026-08-27 00:00:52 TP0] ` by what follows the time there."""
+        return self._remembered(self._plain, inside, NO_RANK)
 
-    def strip(self, line: str, server: str = "") -> tuple[int, Rank]:
-        """Where the words of `line` begin, and the rank before them. `server` is whose line it is if none is named."""
-        inner = line.find("[20", 1, _FARTHEST)
-        end = line.find("] ", inner + 20, inner + 160) if inner > 0 else -1
+    def _remembered(self, known: dict[str, Rank], inside: str, outer: Rank) -> Rank:
+        rank = known.get(inside)
+        if rank is None:
+            rank = rank_in(inside, outer)
+            if len(known) < _MOST_CACHED:
+                known[inside] = rank
+        return rank
+
+    def strip(self, line: str, carried: Rank = NO_RANK) -> tuple[int, Rank]:
+        """Where the words of `line` begin, and the rank before them. `carried` is whose line it is if none is named."""
+        time = _TIME.match(line)
+        begin = time.end() if time else 0
+        inner = line.find("[20", begin, begin + _FARTHEST)
+        end = line.find("] ", inner + 20, inner + 160) if inner >= 0 else -1
         if end < 0:
-            return self._strip(line, server)
+            return self._strip(line, begin, carried)
         # [2026-08-27 00:00:52 TP0] is all that changes from line to line behind the name of a container or actor.
-        outer = line[:inner]
-        known = self._outer.get(outer)
-        if known is None:
-            start, rank = self._strip(outer, "")
-            known = (start == inner and (not rank.named or bool(rank.worker)), rank)
+        inside, name = line[inner + 20 : end], line[begin:inner]
+        if not name.strip():
+            return end + 2, self.plain(inside) if carried is NO_RANK else rank_in(inside, carried)
+        key = (begin > 0, name)
+        if key in self._outer:
+            known = self._outer[key]
+        else:
+            known = self._before_bracket(line[:inner], begin)
             if len(self._outer) < _MOST_CACHED:
-                self._outer[outer] = known
-        whole, rank = known
-        if not whole:
-            return self._strip(line, server)
-        return end + 2, self.rank(line[inner + 20 : end], rank.server or server, rank.worker)
+                self._outer[key] = known
+        if known is None:
+            return self._strip(line, begin, carried)
+        rank = self._remembered(known[1], inside, known[0])
+        if carried.server and not rank.server:
+            rank = replace(rank, server=carried.server, process=rank.process or carried.process)
+        return end + 2, rank
 
-    def _strip(self, line: str, server: str) -> tuple[int, Rank]:
-        at, named, worker = 0, "", ""
+    def _before_bracket(self, outer: str, begin: int) -> tuple[Rank, dict[str, Rank]] | None:
+        """What `outer`, which stands before a server's bracket, names; a name that is not known is learned."""
+        at, rank = self._strip(outer, begin, NO_RANK)
+        named = _POD_AND_CONTAINER.match(outer, at) or _STREAM.match(outer, at)
+        if named is not None:
+            self._learn(named[0], replace(rank, server=rank.server or named[0].strip().replace(" › ", " ")))
+            at, rank = self._strip(outer, begin, NO_RANK)
+        elif _UNKNOWN.fullmatch(outer, at) and _is_a_name(outer[at:]):
+            self._learn(outer[at:], rank)
+            at = len(outer)
+        return (rank, {}) if at == len(outer) else None
+
+    def _learn(self, name: str, rank: Rank) -> None:
+        if len(self._learned) < _MOST_LEARNED and any(map(str.isalpha, name)):
+            self._learned[name] = Rank(server=rank.server)
+
+    def _strip(self, line: str, begin: int, carried: Rank) -> tuple[int, Rank]:
+        at, named, server, worker, process = begin, "", "", "", ""
+        if begin and (host := _HOST.match(line, begin)):
+            at = host.end()
+            server = f"{host['host']} {host['tag'] or host['app']}"
+            process = f"pid {host['pid'] or host['proc']}"
+        elif line[:begin].lstrip("<0123456789>")[:1].isalpha() and (host := _HOST_ALONE.match(line, begin)):
+            at, server = host.end(), f"{host['host']} {host['tag']}"
         for _ in range(_MOST_PREFIXES):
-            match = _PART.match(line, at)
+            match = _PART.match(line, at) or _TIME.match(line, at)
             if match is None or match.end() == at:
-                break
+                learned = next((name for name in self._learned if line.startswith(name, at)), None)
+                if learned is None:
+                    break
+                at, server = at + len(learned), server or self._learned[learned].server
+                continue
             at = match.end()
             kind = match.lastgroup
             if kind == "bracket":
                 inside = match["bracket"]
                 if inside.startswith(_POD):
-                    server = inside
+                    server = f"{server} {inside}".lstrip()
                 elif whole := _GLOBAL_RANK.match(inside):
                     worker = f"rank {whole[1]}"
                 else:
                     # The first 20 characters are a time stamp, which would make every prefix a new one.
                     named = named or _ranks_only(inside)
-            elif kind in ("actor", "pid"):
+            elif kind in ("pid", "ip"):
                 actor = match["actor"] or ""
                 named = named or _ranks_only(actor)
-                if match["pid"] and not actor.startswith((*_OF_API, "EngineCore")):
-                    worker = f"pid {match['pid']}"
-            elif kind == "service" and not server:
-                server = match["service"]
-        return at, self.rank(named, server, worker)
+                worker = worker if actor.startswith((*_OF_ENGINE, _REPLICA)) else f"pid {match['pid']}"
+                if not actor.startswith(_OF_VLLM):
+                    process = process or " ".join(filter(None, (actor, f"pid {match['pid']}", match["ip"])))
+            elif kind in ("name", "ranks"):
+                named = named or _ranks_only(match[kind])
+            elif kind in ("task", "process"):
+                process = process or f"task {match[kind]}"
+            elif kind == "service":
+                task = _SWARM_TASK.match(match["service"]) if "@" in match[0] else None
+                server = f"{server} {task[1] if task else match['service']}".lstrip()
+        if not (server or worker or process or named):
+            return at, carried
+        if not server and not process:
+            server, process = carried.server, carried.process
+        return at, rank_in(named, replace(carried, worker=worker or carried.worker, server=server, process=process))
+
+
+def _is_a_name(words: str) -> bool:
+    """Whether what stands before a bracket may be a prefix: it is short, and no exception's last line."""
+    return len(words.split()) < 6 and not any(map(is_exception, words.split()))
 
 
 def _ranks_only(text: str) -> str:

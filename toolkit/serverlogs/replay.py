@@ -13,7 +13,8 @@ from toolkit.ladder import choose_bucket, exceeds_replay_limit
 from toolkit.serverlogs.capture_report import capture_report
 from toolkit.serverlogs.chosen import resolved_off
 from toolkit.serverlogs.ledger import first_prefill
-from toolkit.serverlogs.startup import MOST_LENGTHS, Capture, Startup
+from toolkit.serverlogs.prefill_stats import MOST_LENGTHS
+from toolkit.serverlogs.startup import Capture, Startup
 from toolkit.serverlogs.versions import replay_limit_factor
 
 REASONS = {
@@ -65,7 +66,7 @@ class ReplayStats:
         cached_tokens: tokens found in the prefix cache.
         eager_by_reason: batches by key of `REASONS`.
         unused_buckets: buckets of the ladder that no replayed batch used; None for the same reasons.
-        rows: by length; of a log with more than `startup.MOST_LENGTHS` different ones, those that came first.
+        rows: by length; of a log with more than `prefill_stats.MOST_LENGTHS` different ones, those that came first.
     """
 
     startup: int

@@ -113,11 +113,14 @@ def _pool_end(text: str, line: int, rank: Rank) -> Events:
 
 
 def _limits(text: str, line: int, rank: Rank) -> Events:
+    tokens = whole(text, "max_total_num_tokens=")
+    if tokens is None:
+        return ()  # cut inside its first number: where the log ends, no word that the server came up
     return (
         Limits(
             line,
             rank,
-            whole(text, "max_total_num_tokens="),
+            tokens,
             whole(text, "chunked_prefill_size="),
             whole(text, "max_prefill_tokens="),
             whole(text, "max_running_requests="),

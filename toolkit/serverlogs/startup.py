@@ -47,13 +47,13 @@ from toolkit.serverlogs.events_vllm import (
     VllmStartupMemory,
 )
 from toolkit.serverlogs.lines import Counters
+from toolkit.serverlogs.prefill_stats import PrefillStats
 
 T = TypeVar("T")
 
 MOST_OF_A_KIND = 500
 MOST_BUCKETS = 2_000
 MOST_RANKS = 1_024
-MOST_LENGTHS = 20_000
 # Of a log with more starts than this (a crash loop) the first and the last are kept.
 MOST_STARTUPS = 200
 
@@ -226,6 +226,12 @@ class VllmMemory:
     pool: VllmPool | None = None
     startup: VllmStartupMemory | None = None
 
+    @property
+    def got_far(self) -> bool:
+        """Whether it went on after the model was loaded."""
+        said = (self.profile, self.estimate, self.available_kv, self.pool, self.startup)
+        return bool(self.finished) or any(said)
+
 
 @dataclass(slots=True)
 class RankLog:
@@ -251,45 +257,6 @@ class RankLog:
         """Whose pool: a model runner ends with `Memory pool end.`, and the target's comes first."""
         ended = any(end.line < pool.line for end in self.pool_ends)
         return "draft" if ended and not pool.after_capture else "target"
-
-
-@dataclass(slots=True)
-class LengthCount:
-    """Prefill batches of one length that all replayed a graph, or all ran eager."""
-
-    batches: int
-    first_line: int
-    cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class PrefillStats:
-    """`Prefill batch` lines, added up: a log of a million of them takes no more room than its distinct lengths.
-
-    Attributes:
-        batches: lines seen; `before_ready` of them were the server's own warm-up.
-        before_ready: see `batches`.
-        lengths: by (new tokens, whether a graph was replayed; None in builds that do not say). Lengths beyond
-            `MOST_LENGTHS` different ones are counted in `not_kept` instead.
-        by_graph: all batches by the same True, False or None.
-        first_line: of the first of each.
-        new_tokens: their sum; `cached_tokens` of those found in the prefix cache.
-        cached_tokens: see `new_tokens`.
-        not_kept: batches that are in none of `lengths`.
-    """
-
-    batches: int = 0
-    before_ready: int = 0
-    lengths: dict[tuple[int, bool | None], LengthCount] = field(default_factory=dict)
-    by_graph: dict[bool | None, int] = field(default_factory=dict)
-    first_line: dict[bool | None, int] = field(default_factory=dict)
-    new_tokens: int = 0
-    cached_tokens: int = 0
-    not_kept: int = 0
-
-    def count(self, graph: bool | None) -> int:
-        """All batches that replayed a graph (True), ran eager (False) or did not say (None)."""
-        return self.by_graph.get(graph, 0)
 
 
 @dataclass(slots=True)
@@ -333,6 +300,9 @@ class Startup:
     not_kept: int = 0
     alive_line: int = 0
     interrupted: ErrorLine | None = None
+    # Which process said the first of it, and which is behind each rank, where prefixes say so.
+    process: str = field(default="", repr=False)
+    processes: dict[Rank, str] = field(default_factory=dict, repr=False)
     # What `captures` goes by while it reads: the capture that each rank is in, and those that vLLM's end line ends.
     running: dict[Rank, Capture] = field(default_factory=dict, repr=False)
     drawn: list[Capture] = field(default_factory=list, repr=False)

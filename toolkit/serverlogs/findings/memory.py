@@ -74,10 +74,12 @@ def _drawn_by_another(facts: Facts, capture: Capture) -> CaptureReport | None:
 
 def _where(report: CaptureReport, of_rank: bool = True) -> str:
     """How far it had come; what was free there too, where the bar is of the rank that failed."""
-    if report.done is not None and report.done == report.n_buckets:
-        return f" after the last of its {report.done} buckets"
-    if report.stopped_at is None:
-        return ""
+    counted = report.done is not None and report.n_buckets is not None
+    things = "buckets" if report.buckets else "graphs"
+    if counted and report.done == report.n_buckets:
+        return f" after the last of its {report.done} {things}"
+    if report.stopped_at is None:  # vLLM's bars count, and name no bucket
+        return f" after {report.done} of {report.n_buckets} {things}" if counted else ""
     unit = "tokens" if report.phase == "prefill" else "requests"
     place = f" at the bucket of {report.stopped_at} {unit}"
     if report.done is not None and report.n_buckets is not None:
@@ -317,9 +319,10 @@ def no_room_for_kv(facts: Facts) -> Iterator[Finding]:
 
 
 def _paired(facts: Facts) -> list[tuple[Capture, CaptureReport]]:
-    if len(facts.startup.captures) != len(facts.captures):
-        return []  # vLLM, whose captures are told by other lines
-    return list(zip(facts.startup.captures, facts.captures, strict=True))
+    """Captures with their reports, those that have one: vLLM's that ended well are told by other lines."""
+    reports = {(each.rank, each.role, each.phase, each.lines): each for each in facts.captures}
+    named = ((each, (each.rank.label, each.role, each.phase, each.lines)) for each in facts.startup.captures)
+    return [(capture, reports[name]) for capture, name in named if name in reports]
 
 
 def _outside(startup: Startup) -> list[OutOfMemory]:
