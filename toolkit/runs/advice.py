@@ -68,6 +68,9 @@ def advise(fields: Mapping[str, Any], settings: CaptureSettings, known: Known | 
     return [*lines, *_starved(fields, settings, known)]
 
 
+_NO_POOL = "what weights leave of the fraction is no KV pool of one full bucket"
+
+
 def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
         if not get_policy(settings.policy).kv_first:
@@ -76,7 +79,7 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, known: Know
             )
             why = "graphs and what has to stay free leave no KV pool"
             return [f"{lower or 'lower the ceiling (--max-tokens)'}, or use a device with more memory: {why}"]
-        return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
+        return ["raise --mem-fraction, lower the ceiling (--max-tokens) or use a device with more memory: " + _NO_POOL]
     if fields.get("reason_code") == "out_of_memory_before_capture":
         return _before_capture(fields, settings, known)
     advice = [*_lower_ceiling(fields, settings, known.short), *_more_free(fields, settings, known.short)]
