@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import toolkit
+from toolkit.errors import InvalidInput
 from toolkit.forecast.plan import Plan
 from toolkit.policies import get_policy
 
@@ -118,3 +119,21 @@ def test_a_plan_works_out_its_advice_only_when_asked(monkeypatch: pytest.MonkeyP
     toolkit.policy_map(fractions=[0.97, 0.98])
     assert not asked
     assert plan.advice and len(asked) == 1
+
+
+def test_where_no_value_works_it_says_so_and_names_none() -> None:
+    plan = toolkit.plan(model="qwen3-8b", gpu="rtx-4090", mem_fraction=0.9, post_capture_gib=20.0)
+    line = next(line for line in plan.advice if "lacks" in line)
+    assert "no fraction and no shorter ladder is enough: raise --tp" in line and not named(line)
+    with pytest.raises(InvalidInput):
+        toolkit.plan(model="qwen3-8b", gpu="rtx-4090", solve="mem-fraction", post_capture_gib=20.0)
+
+
+def test_a_pool_of_less_than_one_bucket_is_in_the_headline_and_its_advice_raises_the_fraction() -> None:
+    plan = toolkit.plan(model="llama-3.1-8b", gpu="l4", mem_fraction=0.72, max_tokens=8192)
+    assert plan.ledger.kv_cache_tokens < 8192
+    assert "the KV pool holds less than one bucket" in plan.summary
+    line = next(line for line in plan.advice if "KV pool" in line)
+    (raised, *_) = named(line)
+    assert "raise the fraction" in line and raised["mem_fraction"] > 0.72
+    fits(toolkit.plan(model="llama-3.1-8b", gpu="l4", max_tokens=8192, **raised), "ungated")

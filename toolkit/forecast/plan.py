@@ -108,6 +108,8 @@ class Plan:
         lacking = starved_gib(free.gib - total.mid / 1024, self.later_gib) if peak.mid <= 1024 * free.gib else 0.0
         if all(one.outcome == "skipped" for one in self.policies.values()):
             word, lacking = "is not captured", 0.0
+        elif not self.holds_bucket:
+            word, lacking = f"{word}, but the KV pool holds less than one bucket of tokens", 0.0
         elif lacking:
             word = "fits, but what comes later does not" if certain else "may not fit, and what comes later does not"
         then = f"; what comes later ({self.later_words}) lacks {mib_or_gib(lacking)}" if lacking else ""

@@ -41,11 +41,8 @@ class Remedies:
     def words(self) -> str:
         """The remedies as the second half of a sentence, with this toolkit's options and a server's flags."""
         said = [part for part in (self._fraction(), self._ladder(), *self._policies()) if part]
-        return (
-            "; or ".join(said)
-            if said
-            else f"no fraction and no shorter ladder is enough: {MORE}, or run without prefill graphs"
-        )
+        eager = "" if self.plan.forecast is None else ", or run without prefill graphs"
+        return "; or ".join(said) if said else f"no fraction and no shorter ladder is enough: {MORE}{eager}"
 
     def _fraction(self) -> str | None:
         found, now = self.fraction, self.plan.mem_fraction
