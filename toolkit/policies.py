@@ -313,8 +313,10 @@ def scaled(need: LadderNeed, factor: float) -> LadderNeed:
 
 def capture_first(facts: PolicyFacts) -> Decision:
     """Ours: capture before the KV pool is sized; the pool gets what is left after graphs and reserve."""
-    room = "" if facts.kv_room_gib is None else f" and the {mib_or_gib(facts.kv_room_gib)} of a KV pool sized first"
-    why = f"the capture comes first and has {mib_or_gib(facts.free_gib)}{room}; KV gets the rest, {_kept(facts)}"
+    room = facts.kv_room_gib or 0.0
+    more = f" and the {mib_or_gib(room)} of a KV pool sized first" if room > 0 else ""
+    has = f"{mib_or_gib(facts.free_gib + min(room, 0.0))}{more}"
+    why = f"the capture comes first and has {has}; KV gets the rest, {_kept(facts)}"
     return Decision(True, "capture_first", why, facts.buckets)
 
 
@@ -363,9 +365,8 @@ def get_policy(name: str) -> Policy:
     try:
         return POLICIES[name]
     except KeyError:
-        raise InvalidInput(
-            f"policy {name!r} is unknown", f"policies are {', '.join(POLICIES)}", "for example --policy ungated"
-        ) from None
+        known = f"policies are {', '.join(POLICIES)}"
+        raise InvalidInput(f"policy {name!r} is unknown", known, "for example --policy ungated") from None
 
 
 def starved_gib(free_after_gib: float | None, post_capture_gib: float) -> float:

@@ -72,7 +72,15 @@ def test_out_of_memory_before_the_capture_says_which_part_was_too_large() -> Non
 
 def test_weights_that_exceed_the_fraction_need_a_higher_one_not_a_lower() -> None:
     (line,) = advice("oom", "no_memory_for_kv", mem_fraction_static=0.1)
-    assert line.startswith("raise --mem-fraction")
+    assert line.startswith("raise --mem-fraction") and "weights alone exceed" in line
+
+
+def test_a_pool_of_less_than_one_bucket_needs_a_higher_fraction_or_a_lower_ceiling() -> None:
+    # 0.5 of 10 GiB are 5: weights of 4 leave 1, weights of 6 nothing.
+    for weights, helps in ((4.0, True), (6.0, False)):
+        ledger = {"total_gib": 11.0, "context_gib": 1.0, "weights_gib": weights}
+        (line,) = advice("oom", "no_memory_for_kv", mem_fraction_static=0.5, ledger=ledger)
+        assert line.startswith("raise --mem-fraction") and ("--max-tokens" in line) is helps
 
 
 @given(st.integers(1, 1 << 20), st.none() | st.floats(0.05, 0.99), st.none() | st.floats(0.01, 100))

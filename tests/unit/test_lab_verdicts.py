@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.forecast.before_capture import BeforeCapture
+from toolkit.forecast.kv_last import KvLast
 from toolkit.forecast.terms import GRAPH_POOL, BucketForecast, Forecast, Range, Term
 from toolkit.policies import POLICIES
 from toolkit.settings import Backend, CaptureSettings
@@ -24,8 +25,12 @@ def forecast(ladder: tuple[int, ...]) -> Forecast:
     return Forecast("made up", (Term(GRAPH_POOL, taken, "made up"),), steps, ())
 
 
-# A KV pool of 1 GiB, 1024 tokens a GiB.
-FORESIGHT = Foresight(forecast, LADDER, BeforeCapture(1024, 1.0, lambda gib: int(gib * 1024)))
+# A KV pool of 1 GiB, 1024 tokens a GiB; half of it for the largest bucket.
+FORESIGHT = Foresight(
+    forecast,
+    LADDER,
+    BeforeCapture(1024, KvLast(512, 0.5, 0.5, lambda gib: int(gib * 1024), lambda tokens: tokens / 1024)),
+)
 
 
 def seen(free_gib: float, foresight: Foresight | None = FORESIGHT, **settings: object) -> dict[str, Foreseen]:

@@ -123,8 +123,8 @@ def test_advice_names_the_servers_flags_beside_our_own() -> None:
     said = " ".join(toolkit.plan(sglang_version="0.5.17", mem_fraction=0.965).advice)
     for own, server in (
         ("--backend breakable", "--cuda-graph-backend-prefill breakable"),
-        ("--max-tokens 4096", "--cuda-graph-max-bs-prefill 4096"),
-        ("--solve mem-fraction", "--mem-fraction-static"),
+        ("--max-tokens 6144", "--cuda-graph-max-bs-prefill 6144"),
+        ("--mem-fraction 0.947", "--mem-fraction-static 0.947"),
     ):
         assert own in said and server in said
 

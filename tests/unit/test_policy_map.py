@@ -320,3 +320,32 @@ def test_what_makes_no_axis_is_refused_in_one_line(choices: dict[str, Any], word
 
 def test_policies_may_be_a_list() -> None:
     assert toolkit.policy_map(fractions=[0.9], policy=["gated", "budgeted"]).policies == ("gated", "budgeted")
+
+
+# --- a KV pool of one bucket ----------------------------------------------------------------------------------
+
+
+def test_every_policy_is_asked_for_one_bucket_of_kv_tokens() -> None:
+    """Free at 0.928: B x 0.072 less static buffers; 72 kB a token leave 411 of the 8192 that a bucket has."""
+    kimi: dict[str, Any] = {"model": "kimi-k2.7-code", "gpu": "h100-80gb", "tp": 8, "reserve_gib": 1.6}
+    frame = policy_map(fractions=[0.928, 0.93], **kimi).frame
+    assert set(frame["code"]) == {"no_memory_for_kv"} and set(frame["mark"]) == {"X"}
+    first = frame[frame["policy"] != "capture_first"]
+    assert set(first["verdict"]) == {"no start"} and first["kv_cache_tokens"].max() < 8192
+    assert frame["starved_gib"].isna().all()
+    small = policy_map(model="llama-3.1-8b", gpu="l4", fractions=[0.72], max_tokens=8192)
+    assert [small.cell(name, 0.72).mark for name in POLICIES] == ["X", "X", "X", "C"]
+    assert small.cell("capture_first", 0.72).outcome.kv_cache_tokens >= 8192  # type: ignore[union-attr]
+
+
+def test_no_captured_cell_has_a_pool_that_no_prompt_of_a_bucket_fits() -> None:
+    found = policy_map(models=["llama-3.1-8b", "qwen3-8b"], columns={"mem_fraction": [0.7, 0.72, 0.75, 0.8]}, gpu="l4")
+    captured = found.frame[found.frame["outcome"] == "captured"]
+    assert len(captured)
+    assert (captured["kv_cache_tokens"] >= captured["captured_buckets"].map(max)).all()
+
+
+def test_what_memory_ran_out_for_lacks_nothing_later_that_is_known() -> None:
+    frame = policy_map(free_memory=[1.0, 8.0], post_capture_gib=1.0, policy="ungated").frame
+    assert list(frame["outcome"]) == ["oom", "captured"]
+    assert frame["starved_gib"].isna().tolist() == [True, False]

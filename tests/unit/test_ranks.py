@@ -97,3 +97,19 @@ def test_ranks_may_come_as_an_array_and_policies_as_a_text() -> None:
     assert (found.free_gib, list(found.policies)) == ((2.0, 3.0), ["gated"])
     with pytest.raises(InvalidInput, match="no plan"):
         decide_on_ranks(None, [1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("free", [[True, 2.1], [2.0, "2.1"], [2.0, b"3"], {0: 2.0, 2: 3.0}, {"a": 2.0}, {2.0, 3.0}])
+def test_what_is_no_figure_of_a_rank_is_refused(free: Any) -> None:
+    with pytest.raises(InvalidInput, match="free memory"):
+        decide_on_ranks(toolkit.plan(), free)
+
+
+def test_ranks_may_come_by_their_number() -> None:
+    found = decide_on_ranks(toolkit.plan(), {1: 3.0, 0: 2.0}, policies="gated")
+    assert found.free_gib == (2.0, 3.0)
+
+
+def test_figures_of_another_number_of_ranks_are_said(kimi: Plan) -> None:
+    assert "figures of 3 for the 8 of the plan" in repr(decide_on_ranks(kimi, (2.0, 2.1, 2.2), "gated"))
+    assert "of the plan" not in repr(decide_on_ranks(kimi, AT_THE_GATE, "gated"))

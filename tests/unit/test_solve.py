@@ -11,6 +11,7 @@ import pytest
 
 import toolkit
 from toolkit.cli import main
+from toolkit.errors import InvalidInput
 from toolkit.forecast.plan_settings import PlanSettings
 from toolkit.forecast.solve import solution
 
@@ -93,3 +94,21 @@ def test_the_answer_says_what_is_left_at_the_peak_and_in_the_end(capsys: pytest.
 def test_no_ceiling_is_sought_where_nothing_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--backend", "disabled", "--solve", "max-tokens"]) == 2
     assert "disabled by hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--buckets 8,16,8192", "--max-tokens 512"])
+def test_a_ladder_that_is_given_is_not_sought(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--solve", "max-tokens", *given.split()]) == 2
+    error = capsys.readouterr().err.strip()
+    assert given.split()[0] in error and "\n" not in error
+
+
+def test_an_answer_holds_one_bucket_of_kv_tokens() -> None:
+    """At 0.93 Kimi's KV pool on eight H100 has 2,777 tokens, a third of its largest bucket."""
+    kimi = {"model": "kimi-k2.7-code", "gpu": "h100-80gb", "tp": 8}
+    with pytest.raises(InvalidInput, match=r"no mem-fraction leaves 1\.60 GiB: even the smallest with 8,192 KV tokens"):
+        toolkit.plan(**kimi, solve="mem-fraction", reserve_gib=1.6)
+    plan = toolkit.plan(**kimi, solve="mem-fraction", reserve_gib=0.1)
+    assert plan.ledger.kv_cache_tokens >= max(plan.buckets)
+    with pytest.raises(InvalidInput, match="no fraction leaves a KV pool of one bucket"):
+        toolkit.plan(model="llama-3.1-8b", gpu="rtx-4090", solve="mem-fraction", max_tokens=65536, weights="bf16")

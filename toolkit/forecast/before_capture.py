@@ -6,11 +6,11 @@ weights, KV pool and static buffers. Exact on the accounted CPU device. Elsewher
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InvalidInput
+from toolkit.forecast.kv_last import KvLast
 from toolkit.memory.allocator import CachingAllocator
 from toolkit.memory.ledger import GIB, Sizes
 from toolkit.settings import CaptureSettings
@@ -25,15 +25,13 @@ class BeforeCapture:
 
     Attributes:
         kv_tokens: tokens of a KV pool that is sized before the capture.
-        kv_gib: what such a pool takes.
-        kv_fit: tokens of a pool of so many GiB that is sized after the capture.
+        kv_last: of one that is sized after it.
         free_gib: free with a pool that is sized first; exact on the accounted CPU device, None elsewhere.
         free_kv_last_gib: the same where the pool is sized last, what it would have taken by then counted as taken.
     """
 
     kv_tokens: int
-    kv_gib: float
-    kv_fit: Callable[[float], int]
+    kv_last: KvLast
     free_gib: float | None = None
     free_kv_last_gib: float | None = None
 
@@ -64,14 +62,14 @@ def before_capture(
     except NoMemoryForKV as error:
         raise InvalidInput(str(error), "a fraction that weights leave room in", "raise it") from None
     planned = (tokens + 1) * bytes_per_token(traces.geometry, dtype.itemsize) / GIB
-    fit = _kv_fit(traces, dtype.itemsize, after_weights)
+    kv_last = _kv_last(traces, dtype.itemsize, after_weights, max(sizes.buckets, default=1), planned)
     if settings.device != "cpu":
-        return BeforeCapture(tokens, planned, fit)
+        return BeforeCapture(tokens, kv_last)
     first, last = (_free_gib(traces, total_bytes, held, sizes.buckets) for held in (tokens, 0))
     last -= planned
     if settings.free_memory_gib is not None:  # ballast takes the rest
         first, last = min(first, settings.free_memory_gib), settings.free_memory_gib
-    return BeforeCapture(tokens, planned, fit, first, last)
+    return BeforeCapture(tokens, kv_last, first, last)
 
 
 def _weights_bytes(traces: CaptureTraces) -> int:
@@ -91,11 +89,18 @@ def _free_gib(traces: CaptureTraces, total_bytes: int, kv_tokens: int, buckets: 
     return free
 
 
-def _kv_fit(traces: CaptureTraces, itemsize: int, room_bytes: int) -> Callable[[float], int]:
-    """Tokens of a pool that grows after the capture: each tensor takes whole steps of memory."""
+def _kv_last(traces: CaptureTraces, itemsize: int, room_bytes: int, first_tokens: int, planned_gib: float) -> KvLast:
+    """A pool that grows after the capture: each tensor takes whole steps of memory, one full bucket is there before."""
     from toolkit.prefill.devices.cpu import BACKING_STEP
-    from toolkit.prefill.elastic_kv import row_bytes, tokens_that_fit
+    from toolkit.prefill.elastic_kv import pool_bytes, row_bytes, tokens_that_fit
 
     rows = row_bytes(traces.geometry, itemsize)
-    most = room_bytes // max(1, sum(rows))
-    return lambda gib: tokens_that_fit(rows, int(gib * GIB), BACKING_STEP, most)
+    most = max(first_tokens, room_bytes // max(1, sum(rows)))
+
+    def gib(tokens: int) -> float:
+        return pool_bytes(rows, tokens, BACKING_STEP) / GIB
+
+    def tokens(room_gib: float) -> int:
+        return tokens_that_fit(rows, round(room_gib * GIB), BACKING_STEP, most)
+
+    return KvLast(first_tokens, gib(first_tokens), planned_gib - gib(first_tokens), tokens, gib)

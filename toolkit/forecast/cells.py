@@ -16,7 +16,7 @@ from toolkit.forecast.engines import SGLANG
 from toolkit.forecast.outcomes import PolicyOutcome
 from toolkit.forecast.plan import Forecaster, Plan, forecaster, later_need, plan_with
 from toolkit.forecast.plan_settings import PlanSettings
-from toolkit.forecast.terms import Forecast
+from toolkit.forecast.terms import Forecast, Range
 from toolkit.forecast.verdicts import Fit, Room, would_fit
 from toolkit.policies import get_policy
 from toolkit.settings import CaptureSettings
@@ -58,6 +58,7 @@ class CellPlan:
         room: GiB free before the capture, and what is needed later.
         kv_cache_tokens: of a KV pool that is sized first.
         more_gib: GiB that a capture has besides where the KV pool is sized last.
+        reserve_gib: what is to stay free beside such a pool, or it cannot be.
         forecast: of the whole ladder; None where no graph is captured.
         policies: what each leads to.
         ask: the forecast of any ladder.
@@ -71,6 +72,7 @@ class CellPlan:
     room: Room = field(default_factory=lambda: Room(0.0, 0.0, 0.0))
     kv_cache_tokens: int | None = None
     more_gib: float = 0.0
+    reserve_gib: float = 0.0
     forecast: Forecast | None = None
     policies: dict[str, PolicyOutcome] = field(default_factory=dict)
     ask: Callable[[tuple[int, ...]], Forecast] | None = None
@@ -87,10 +89,12 @@ class CellPlan:
         """Whether what the policy `name` captures fits where it captures it; None without a forecast."""
         if self.forecast is None or self.ask is None:
             return None
-        room = self.room if get_policy(name).kv_first else self.room.with_more(self.more_gib)
         kept = [bucket for bucket in self.buckets if bucket not in outcome.trimmed]
         forecast = self.ask(tuple(kept)) if outcome.trimmed and kept else self.forecast
-        return would_fit(forecast.peak, forecast.total, room)
+        if get_policy(name).kv_first:
+            return would_fit(forecast.peak, forecast.total, self.room)
+        stays = forecast.total + Range.exact(1024 * self.reserve_gib)
+        return would_fit(forecast.peak, stays, self.room.with_more(self.more_gib))
 
 
 def cell_key(settings: PlanSettings | CaptureSettings, device: str, buckets: tuple[int, ...], fraction: Any) -> Key:
@@ -150,7 +154,8 @@ def of_plan(plan: Plan, ask: Forecaster) -> CellPlan:
         buckets=plan.buckets,
         room=Room(line.gib, line.low_gib, line.high_gib, later),
         kv_cache_tokens=plan.ledger.kv_cache_tokens,
-        more_gib=plan.ledger.line("kv_cache").gib,
+        more_gib=plan.kv_last.room_gib,
+        reserve_gib=plan.reserve_gib,
         forecast=plan.forecast,
         policies=plan.policies,
         ask=lambda buckets: ask(plan.model, plan.backend, buckets),

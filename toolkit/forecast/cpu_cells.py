@@ -7,7 +7,6 @@ allocator model is charged with the same weights, KV pool and static buffers. Fo
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from toolkit.catalogue import load_config, resolve_model
 from toolkit.errors import InvalidInput
@@ -20,11 +19,8 @@ from toolkit.forecast.terms import Forecast
 from toolkit.forecast.verdicts import Room
 from toolkit.memory.ledger import GIB, resolve_sizes
 from toolkit.memory.rules import resolve
-from toolkit.policies import get_policy
+from toolkit.policies import get_policy, reserve_gib
 from toolkit.settings import CaptureSettings
-
-if TYPE_CHECKING:
-    pass
 
 DEVICE = "cpu (accounted)"
 """What the device's figures are labelled with, here and in records."""
@@ -58,7 +54,8 @@ def _cell(settings: CaptureSettings) -> CellPlan:
     before = before_capture(settings, sizes, traces, config, int(settings.device_memory_gib * GIB))
 
     def ask(buckets: tuple[int, ...], kv_first: bool = True) -> Forecast:
-        beside = {"kv_cache_tokens": before.kv_tokens, "static_tokens": max(sizes.buckets)}
+        # A smaller pool than one full bucket is refused before any capture where it comes first.
+        beside = {"kv_cache_tokens": max(before.kv_tokens, max(sizes.buckets)), "static_tokens": max(sizes.buckets)}
         return forecast_for(settings, buckets, kv_first=kv_first, **beside)
 
     forecast = ask(sizes.buckets)
@@ -77,7 +74,8 @@ def _cell(settings: CaptureSettings) -> CellPlan:
         buckets=buckets,
         room=Room(first.free_gib, first.free_gib, first.free_gib, first.later_gib),
         kv_cache_tokens=before.kv_tokens,
-        more_gib=first.kv_room_gib,
+        more_gib=last.kv_last.room_gib,
+        reserve_gib=reserve_gib(last.free_gib, settings.reserve_gib),
         forecast=forecast,
         policies={name: outcome(name) for name in chosen_policies(settings.policy)},
         ask=ask,
@@ -101,6 +99,5 @@ def _situation(
         reserve_gib=settings.reserve_gib,
         later_gib=later,
         later_words=f"declared {later:.2f} GiB" if later else "",
-        kv_room_gib=before.kv_gib,
-        kv_tokens=before.kv_fit,
+        kv_last=before.kv_last,
     )

@@ -113,7 +113,7 @@ class Judged:
         change = None if self.kv_tokens_change is None else 100 * self.kv_tokens_change
         row |= {"later_gib": room.later_gib, "free_after_gib": one.free_after_gib}
         row |= {"kv_cache_tokens": one.kv_cache_tokens, "kv_tokens_change_percent": change}
-        row |= {"margin_gib": one.margin_gib, "tight": one.tight, "starved_gib": one.starved_gib}
+        row |= {"margin_gib": one.margin_gib, "tight": one.tight, "starved_gib": one.lacks_gib}
         if self.fit is not None:
             row |= {"fits": self.fit.fits.value, "fits_by_middle": self.fit.middle.value}
         if self.measured is not None and self.forecast_outcome is not None:
@@ -146,7 +146,7 @@ def _one(
 ) -> Judged:
     planned = cell.policies[name]
     outcome = planned if measured is None else measured.outcome
-    if outcome.code == "out_of_memory_before_capture":
+    if _never_began(outcome, name):
         return Judged(coordinates, name, cell, outcome, Verdict.NO_START, Verdict.NO_START, None, measured, planned)
     if outcome.code == "disabled" or whole is None:
         return Judged(coordinates, name, cell, outcome, Verdict.NO_GRAPH, Verdict.NO_GRAPH, None, measured, planned)
@@ -158,6 +158,13 @@ def _one(
     fit = fit or Fit(Fits.UNCERTAIN, None)
     verdicts = (verdict(captures, fit.fits), verdict(captures, fit.middle))
     return Judged(coordinates, name, cell, outcome, *verdicts, fit, measured, planned)
+
+
+def _never_began(outcome: PolicyOutcome, name: str) -> bool:
+    """Whether memory ran out before the policy was asked: a KV pool that comes last is sized after its capture."""
+    if outcome.code == "no_memory_for_kv":
+        return get_policy(name).kv_first
+    return outcome.code == "out_of_memory_before_capture"
 
 
 def _as_measured(outcome: PolicyOutcome) -> Fit:

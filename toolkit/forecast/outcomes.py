@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.forecast.kv_last import KvLast
 from toolkit.forecast.needs import ladder_needs
 from toolkit.forecast.terms import Forecast
 from toolkit.memory.rules import Resolution
@@ -84,8 +85,7 @@ class Situation:
         reserve_gib: what is to stay free; None is the default.
         later_gib: GiB that something needs after the capture.
         later_words: what that is.
-        kv_room_gib: GiB of the KV pool.
-        kv_tokens: tokens of a KV pool of so many GiB.
+        kv_last: of a KV pool that is sized after the capture instead.
     """
 
     free_gib: float
@@ -95,11 +95,10 @@ class Situation:
     resolved: Resolution | None
     backend: Backend
     locked_keys: frozenset[tuple[str, str]]
+    kv_last: KvLast
     reserve_gib: float | None = None
     later_gib: float = 0.0
     later_words: str = ""
-    kv_room_gib: float = 0.0
-    kv_tokens: Callable[[float], int] = lambda gib: 0
 
 
 Ask = Callable[[tuple[int, ...]], Forecast]
@@ -113,6 +112,8 @@ def plan_policy(name: str, now: Situation, forecast: Ask) -> PolicyOutcome:
     if now.backend is Backend.DISABLED:
         return _judged(_eager(now, "disabled", disabled_reason(now.resolved)), now)
     policy = get_policy(name)
+    if policy.kv_first and now.kv_cache_tokens < now.kv_last.first_tokens:
+        return _no_kv(now)
     facts = policy_facts(policy, now, forecast)
     decision = policy.decide(facts)
     if not decision.capture:
@@ -132,11 +133,24 @@ def policy_facts(policy: Policy, now: Situation, forecast: Ask) -> PolicyFacts:
         buckets=now.buckets,
         reserve_gib=reserve_gib(now.free_gib, now.reserve_gib),
         post_capture_gib=now.later_gib,
-        kv_room_gib=now.kv_room_gib,
+        kv_room_gib=now.kv_last.room_gib,
     )
     if not policy.foresees:
         return facts
     return dataclasses.replace(facts, needs=ladder_needs(forecast, now.buckets, facts.fits))
+
+
+def _no_kv(now: Situation) -> PolicyOutcome:
+    """A pool sized first that holds less than one full bucket: the same is asked of every policy.
+
+    The toolkit's engine asks for it before it captures (`toolkit.prefill.build.NoMemoryForKV`), SGLang for one token.
+    """
+    tokens, first = now.kv_cache_tokens, now.kv_last.first_tokens
+    reason = (
+        f"the KV pool gets {tokens:,} tokens, less than one bucket of {first:,}: no prompt could fill it "
+        "(SGLang itself asks for one token alone)"
+    )
+    return PolicyOutcome(None, "oom", "no_memory_for_kv", reason, (), None, tokens)
 
 
 def disabled_reason(resolved: Resolution | None) -> str:
@@ -204,26 +218,24 @@ def _captured(now: Situation, decision: Decision, forecast: Forecast) -> PolicyO
 
 def _kv_last(now: Situation, facts: PolicyFacts, decision: Decision, forecast: Forecast) -> PolicyOutcome:
     """Graphs first: they have the room of the KV pool too, and the pool gets what they leave."""
-    both = now.free_gib + now.kv_room_gib
-    roomy = dataclasses.replace(now, free_gib=both, free_low_gib=now.free_low_gib + now.kv_room_gib)
+    kv, first = now.kv_last, now.kv_last.first_tokens
+    roomy = dataclasses.replace(
+        now, free_gib=now.free_gib + kv.room_gib, free_low_gib=now.free_low_gib + kv.room_gib, kv_cache_tokens=first
+    )
     outcome = _captured(roomy, decision, forecast)
     if outcome.free_after_gib is None:
-        return dataclasses.replace(outcome, kv_cache_tokens=0)
+        return outcome
     room = outcome.free_after_gib - facts.kept_gib
-    tokens, before = now.kv_tokens(room) if room > 0 else 0, now.kv_cache_tokens
-    if tokens < max(now.buckets):
-        reason = f"{outcome.reason}; {max(room, 0.0):.2f} GiB are left for KV: less than one bucket of tokens"
+    if room < 0:
+        left = f"{mib_or_gib(outcome.free_after_gib)} are left after it, {mib_or_gib(facts.kept_gib)} have to stay free"
+        reason = f"{outcome.reason}; {left}: nothing for a KV pool beyond the {first:,} tokens of one full bucket"
         return dataclasses.replace(
-            outcome,
-            runner=None,
-            outcome="oom",
-            code="no_memory_for_kv",
-            reason=reason,
-            free_after_gib=None,
-            kv_cache_tokens=tokens,
+            outcome, runner=None, outcome="oom", code="no_memory_for_kv", reason=reason, free_after_gib=None
         )
+    tokens, before = max(first, kv.tokens(kv.backed_gib + room)), now.kv_cache_tokens
+    after = outcome.free_after_gib + kv.backed_gib - kv.gib(tokens)
     change = f"{abs(tokens - before):,} {'more' if tokens >= before else 'fewer'} than if it came first"
     change = f"the KV pool gets {tokens:,} tokens, {change}"
     return dataclasses.replace(
-        outcome, reason=f"{outcome.reason}; {change}", free_after_gib=facts.kept_gib, kv_cache_tokens=tokens
+        outcome, reason=f"{outcome.reason}; {change}", free_after_gib=after, kv_cache_tokens=tokens
     )

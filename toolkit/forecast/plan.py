@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.catalogue import resolve_model
 from toolkit.errors import InvalidInput
-from toolkit.forecast.advice import advise_plan
 from toolkit.forecast.assumptions import DECODE_GRAPHS, context_gib
 from toolkit.forecast.engines import SGLANG, ForecastRequest, get_engine
+from toolkit.forecast.kv_last import KvLast, planned_cell, whole_pool
 from toolkit.forecast.model_facts import ModelFacts, model_facts, unplannable
 from toolkit.forecast.outcomes import PolicyOutcome, Situation, plan_policy
 from toolkit.forecast.plan_ledger import Ledger, LedgerFacts, LedgerLine, build_ledger, with_graphs
@@ -25,8 +24,8 @@ from toolkit.forecast.plan_notes import ESTIMATED, assumptions, plan_notes
 from toolkit.forecast.plan_settings import ITEMSIZES, PlanSettings
 from toolkit.forecast.terms import ZERO, Forecast, Range
 from toolkit.hardware import GpuSpec, resolve_gpu
-from toolkit.memory.kv_cells import KvCell, kv_cell
-from toolkit.memory.ledger import GIB, MIN_AUTO_FRACTION
+from toolkit.memory.kv_cells import KvCell
+from toolkit.memory.ledger import MIN_AUTO_FRACTION
 from toolkit.memory.post_capture import Condition
 from toolkit.memory.release import Release, get_release
 from toolkit.memory.rules import Resolution, ServerFacts, resolve_server
@@ -52,11 +51,12 @@ class Plan:
         mem_fraction: `mem_fraction_static`, None when free memory was given.
         lines: the ledger, in the order in which memory is taken.
         ledger: its figures.
+        cell: what a token takes in the KV pool.
+        kv_last: of a KV pool that is sized after the capture.
         forecast: of the whole ladder, None where no graph is captured.
         policies: the outcome under each policy.
         reserve_gib: what is to stay free after the capture.
         assumptions: what was taken for granted, in words.
-        advice: what to do next, most useful first.
         notes: what to keep in mind when the plan is read.
     """
 
@@ -71,17 +71,29 @@ class Plan:
     lines: tuple[LedgerLine, ...]
     ledger: Ledger
     cell: KvCell
+    kv_last: KvLast
     forecast: Forecast | None
     policies: dict[str, PolicyOutcome]
     reserve_gib: float
     assumptions: tuple[str, ...]
-    advice: tuple[str, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
 
     @property
     def free_before_gib(self) -> float:
         """GiB free on each rank just before the capture."""
         return self.ledger.free_before_gib
+
+    @cached_property
+    def advice(self) -> tuple[str, ...]:
+        """What to do next, most useful first. Worked out when it is asked for: values that work take more plans."""
+        from toolkit.forecast.advice import advise_plan
+
+        return tuple(advise_plan(self))
+
+    @property
+    def holds_bucket(self) -> bool:
+        """Whether a KV pool that is sized first holds one full bucket of tokens."""
+        return self.ledger.kv_cache_tokens >= self.kv_last.first_tokens
 
     @property
     def summary(self) -> str:
@@ -96,6 +108,8 @@ class Plan:
         lacking = starved_gib(free.gib - total.mid / 1024, self.later_gib) if peak.mid <= 1024 * free.gib else 0.0
         if all(one.outcome == "skipped" for one in self.policies.values()):
             word, lacking = "is not captured", 0.0
+        elif not self.holds_bucket:
+            word, lacking = f"{word}, but the KV pool holds less than one bucket of tokens", 0.0
         elif lacking:
             word = "fits, but what comes later does not" if certain else "may not fit, and what comes later does not"
         then = f"; what comes later ({self.later_words}) lacks {mib_or_gib(lacking)}" if lacking else ""
@@ -267,10 +281,11 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
             f"the heuristic needs at least {MIN_AUTO_FRACTION:g}",
             "give one yourself, for example --mem-fraction 0.8",
         )
-    cell = _cell(settings, model)
+    cell = planned_cell(settings, model)
     facts = _ledger_facts(settings, model, gpu, cell, fraction)
     ledger = build_ledger(facts)
     later, words = later_need(settings, resolved)
+    kv_last = whole_pool(ledger, cell, () if backend is Backend.DISABLED else resolved.buckets)
     now = Situation(
         free_gib=ledger.free_before_gib,
         free_low_gib=ledger.lines[-1].low_gib,
@@ -282,8 +297,7 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
         reserve_gib=settings.reserve_gib,
         later_gib=later,
         later_words=words,
-        kv_room_gib=ledger.line("kv_cache").gib,
-        kv_tokens=lambda gib: cell.tokens(gib * GIB),
+        kv_last=kv_last,
     )
     forecast = None if backend is Backend.DISABLED else ask(model, backend, resolved.buckets)
     policies = {
@@ -302,12 +316,13 @@ def _plan(settings: PlanSettings, ask: Forecaster) -> Plan:
         lines=with_graphs(ledger, cost, resolved.decode_on, settings.post_capture_need_gib),
         ledger=ledger,
         cell=cell,
+        kv_last=kv_last,
         forecast=forecast,
         policies=policies,
         reserve_gib=reserve_gib(ledger.free_before_gib, settings.reserve_gib),
         assumptions=tuple(assumptions(settings, model, gpu, ledger, release)),
     )
-    return dataclasses.replace(plan, advice=tuple(advise_plan(plan)), notes=tuple(plan_notes(plan)))
+    return dataclasses.replace(plan, notes=tuple(plan_notes(plan)))
 
 
 def later_need(settings: PlanSettings, resolved: Resolution) -> tuple[float, str]:
@@ -351,19 +366,6 @@ def _resolve(settings: PlanSettings, model: ModelFacts, gpu: GpuSpec, release: R
             "raise --chunked-prefill-size or --context-length",
         )
     return resolved, Backend.TC_PIECEWISE if own else resolved.backend
-
-
-def _cell(settings: PlanSettings, model: ModelFacts) -> KvCell:
-    """What a token takes in the KV pool of a server, or of the toolkit's own runner, which keeps K and V expanded."""
-    config = model.config
-    if settings.engine != SGLANG:
-        expanded = {"layer_types": None, "num_hidden_layers": model.layers}
-        if model.mla:
-            heads = {name: config.num_attention_heads for name in ("num_attention_heads", "num_key_value_heads")}
-            width = config.qk_nope_head_dim + config.qk_rope_head_dim
-            expanded |= {**heads, "head_dim": width, "v_head_dim": config.v_head_dim}
-            config = SimpleNamespace(**expanded)
-    return kv_cell(config, settings.kv_itemsize, settings.tp)
 
 
 def _ledger_facts(

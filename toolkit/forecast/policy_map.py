@@ -94,7 +94,8 @@ class PolicyMap:
         - `lost_replay_percent`: token counts up to the ceiling that no longer replay, percent of all of them.
         - `free_before_gib`, `_low_gib`, `_high_gib`: free before the capture, beside a KV pool that is sized first.
         - `need_gib`, `_low_gib`, `_high_gib`: what the WHOLE ladder needs at its worst moment, whatever was trimmed.
-        - `later_gib`: what decode graphs and a declared need take after the capture; `starved_gib`: what of it lacks.
+        - `later_gib`: what decode graphs and a declared need take after the capture; `starved_gib`: what of it lacks,
+          missing where the server does not start.
         - `free_after_gib`: free after the prefill graphs, before what comes later.
         - `kv_cache_tokens`: tokens of the KV pool; `kv_tokens_change_percent`: their change against a pool that is
           sized first, percent of that, missing where no graph is captured.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,12 @@ class RankDecision:
         """Policies under which ranks that decide alone would wait for each other."""
         return tuple(name for name, one in self.policies.items() if one.would_hang)
 
+    @property
+    def note(self) -> str:
+        """That the figures are not those of all ranks of the plan, in words; empty where they are."""
+        ranks, planned = len(self.free_gib), self.plan.settings.tp
+        return "" if ranks == planned else f"figures of {ranks} for the {planned} of the plan (tp {planned})"
+
     @cached_property
     def frame(self) -> pd.DataFrame:
         """One row per policy and rank: GiB free, code and number of buckets decided alone and for all.
@@ -95,6 +101,7 @@ class RankDecision:
 
     def __repr__(self) -> str:
         free = f"{min(self.free_gib):.2f} to {max(self.free_gib):.2f} GiB free on {len(self.free_gib)} ranks"
+        free += f" ({self.note})" if self.note else ""
         said = ", ".join(f"{name}: {one.together.code}" for name, one in self.policies.items())
         differ = ", ".join(self.would_hang) or "none"
         return f"<RankDecision {self.plan.model.id}, {free}; for all: {said}; alone they would differ under: {differ}>"
@@ -105,16 +112,19 @@ class RankDecision:
         return ranks_html(self)
 
 
-def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: str | Sequence[str] | None = None) -> RankDecision:
+def decide_on_ranks(
+    plan: Plan, free_gib: Sequence[float] | Mapping[int, float], policies: str | Sequence[str] | None = None
+) -> RankDecision:
     """What each rank of a planned server would decide alone, and what is decided for all.
 
     Args:
         plan: the server; its ladder, reserve and needs are those of every rank.
-        free_gib: GiB free before the capture, rank by rank.
+        free_gib: GiB free before the capture, rank by rank; or a mapping of ranks, numbered from 0, to theirs. Another
+            number of them than the plan's tp is said.
         policies: names; None takes those of the plan.
 
     Raises:
-        InvalidInput: no rank, less than no memory, or a plan without prefill graphs.
+        InvalidInput: no rank, something that is no number, less than no memory, or a plan without prefill graphs.
     """
     if not isinstance(plan, Plan):
         raise InvalidInput(f"{type(plan).__name__} is no plan", "a plan of toolkit.plan()")
@@ -136,10 +146,19 @@ def decide_on_ranks(plan: Plan, free_gib: Sequence[float], policies: str | Seque
 
 
 def _free(given: Any) -> tuple[float, ...]:
-    """GiB of every rank. Raises InvalidInput for anything that is not a finite number of 0 or more."""
+    """GiB of every rank, in order. Raises InvalidInput for anything that is not a finite number of 0 or more."""
     problem = InvalidInput("the ranks' free memory is not known", "GiB of at least one rank, 0 or more", "(2.05, 2.28)")
+    if isinstance(given, Mapping):
+        if sorted(given, key=repr) != sorted(range(len(given)), key=repr):
+            raise problem
+        given = [given[rank] for rank in range(len(given))]
+    if isinstance(given, (str, bytes, Set)):  # a set has no order
+        raise problem
     try:
-        free = () if isinstance(given, (str, bytes)) else tuple(float(gib) for gib in given)
+        figures = list(given)
+        if any(isinstance(one, (str, bytes)) or type(one).__name__ in ("bool", "bool_") for one in figures):
+            raise problem
+        free = tuple(float(gib) for gib in figures)
     except (TypeError, ValueError, OverflowError):
         raise problem from None
     if not free or not all(math.isfinite(gib) and gib >= 0 for gib in free):
@@ -164,7 +183,7 @@ def _facts(plan: Plan, policy: Policy, free_gib: float, ask: Ask) -> PolicyFacts
         buckets=plan.buckets,
         reserve_gib=reserve_gib(free_gib, plan.settings.reserve_gib),
         post_capture_gib=later_need(plan.settings, plan.resolved)[0],
-        kv_room_gib=plan.ledger.line("kv_cache").gib,
+        kv_room_gib=plan.kv_last.room_gib,
     )
     if not policy.foresees:
         return facts

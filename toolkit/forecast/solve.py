@@ -87,14 +87,15 @@ def solution(settings: PlanSettings, what: str) -> Solution:
 
     The reserve is `reserve_gib`, else the smaller of 0.5 GiB and 10 % of free. What counts is the least that is free
     by the middle of the forecast: at the peak of the prefill capture, or when decode graphs and what is declared to be
-    needed later have their memory too. The gate counts where the release has one and nobody named the backend; where
-    no value passes it, the answer is the one without it.
+    needed later have their memory too. The KV pool holds one full bucket of tokens at least. The gate counts where the
+    release has one and nobody named the backend; where no value passes it, the answer is the one without it.
 
     Raises:
-        InvalidInput: there is no such value, or `what` is neither.
+        InvalidInput: there is no such value, `what` is neither, or it is given besides (a ladder gives a ceiling).
     """
     if what not in SOLVERS:
         raise InvalidInput(f"--solve {what!r} is unknown", ", ".join(SOLVERS), "for example --solve mem-fraction")
+    _refuse_given(settings, what)
     solver, ask = SOLVERS[what], forecaster(settings)
     free = solver(settings, ask, leaves_reserve)
     if isinstance(free, InvalidInput):
@@ -103,6 +104,49 @@ def solution(settings: PlanSettings, what: str) -> Solution:
         return Solution(what, free, free)
     passing = solver(settings, ask, lambda plan: leaves_reserve(plan) and not stopped_by_gate(plan))
     return Solution(what, free if isinstance(passing, InvalidInput) else passing, free)
+
+
+def _refuse_given(settings: PlanSettings, what: str) -> None:
+    """A ladder that is given cannot be sought as well: it would be dropped without a word."""
+    given = {"--buckets": settings.buckets, "--max-tokens": settings.max_tokens}
+    for option, value in given.items():
+        if what == "max-tokens" and value is not None:
+            raise InvalidInput(
+                f"--solve max-tokens looks for what {option} gives", "one of the two", f"leave out --solve or {option}"
+            )
+
+
+def passing_fraction(settings: PlanSettings, ask: Forecaster) -> Plan | None:
+    """The plan at the largest fraction that works, by the gate too where one passes it; None where none works.
+
+    Whatever gives the memory is left out. Works means what it does for `solution`.
+    """
+    free = settings.with_changes(mem_fraction="auto", free_memory_gib=None)
+    try:
+        found = _fraction(free, ask, leaves_reserve)
+        if isinstance(found, Plan) and stopped_by_gate(found):
+            passing = _fraction(free, ask, lambda plan: leaves_reserve(plan) and not stopped_by_gate(plan))
+            found = passing if isinstance(passing, Plan) else found
+    except InvalidInput:
+        return None
+    return found if isinstance(found, Plan) else None
+
+
+def shorter_ladder(plan: Plan, ask: Forecaster) -> Plan | None:
+    """The plan with the longest ladder, without its largest buckets, that works where memory stays as it is."""
+    ladder, settings = sorted(plan.buckets), plan.settings
+    if plan.mem_fraction is not None:
+        settings = settings.with_changes(mem_fraction=plan.mem_fraction)
+
+    def kept(count: int) -> PlanSettings:
+        given = {"buckets": tuple(ladder[:count])} if settings.buckets else {"max_tokens": ladder[count - 1]}
+        return settings.with_changes(**given)
+
+    def works(at: int) -> bool:
+        return _holds(_try(kept(at + 1), ask), lambda one: leaves_reserve(one) and one.holds_bucket)
+
+    best = last_that_holds(len(ladder) - 1, works)
+    return None if best is None else plan_with(kept(best + 1), ask)
 
 
 def _taken_later(plan: Plan) -> str:
@@ -135,11 +179,13 @@ def last_that_holds(count: int, holds: Callable[[int], bool]) -> int | None:
 def _fraction(settings: PlanSettings, ask: Forecaster, holds: Holds) -> Plan | InvalidInput:
     free = settings.with_changes(free_memory_gib=None)
     fractions = [step / THOUSANDTHS for step in range(1, THOUSANDTHS)]
-    # Below the least fraction weights do not fit, above the largest the graphs do not: the first is found first.
-    fits = last_that_holds(len(fractions), lambda at: _try(free, ask, mem_fraction=fractions[-1 - at]) is not None)
+    # Below the least fraction weights leave no KV pool, above the largest the graphs do not fit: first the least.
+    fits = last_that_holds(
+        len(fractions),
+        lambda at: _holds(_try(free, ask, mem_fraction=fractions[-1 - at]), lambda one: one.holds_bucket),
+    )
     if fits is None:
-        plan_with(free.with_changes(mem_fraction=fractions[-1]), ask)  # says why
-        raise AssertionError("a fraction both fits and does not")
+        return _no_pool(plan_with(free.with_changes(mem_fraction=fractions[-1]), ask))  # or that says why
     candidates = fractions[len(fractions) - 1 - fits :]
     best = last_that_holds(len(candidates), lambda at: _holds(_try(free, ask, mem_fraction=candidates[at]), holds))
     if best is None:
@@ -156,7 +202,11 @@ def _ceiling(settings: PlanSettings, ask: Forecaster, holds: Holds) -> Plan | In
     fixed = settings.with_changes(buckets=None, max_tokens=None)
     if settings.free_memory_gib is None and whole.mem_fraction is not None:
         fixed = fixed.with_changes(mem_fraction=whole.mem_fraction)
-    best = last_that_holds(len(ceilings), lambda at: _holds(_try(fixed, ask, max_tokens=ceilings[at]), holds))
+
+    def works(plan: Plan) -> bool:
+        return holds(plan) and plan.holds_bucket
+
+    best = last_that_holds(len(ceilings), lambda at: _holds(_try(fixed, ask, max_tokens=ceilings[at]), works))
     if best is None:
         return _no_answer(plan_with(fixed.with_changes(max_tokens=ceilings[0]), ask), "max-tokens")
     return plan_with(fixed.with_changes(max_tokens=ceilings[best]), ask)
@@ -164,7 +214,7 @@ def _ceiling(settings: PlanSettings, ask: Forecaster, holds: Holds) -> Plan | In
 
 def _try(settings: PlanSettings, ask: Forecaster, **changes: float) -> Plan | None:
     try:
-        return plan_with(settings.with_changes(**changes), ask)
+        return plan_with(settings.with_changes(policy="ungated", **changes), ask)  # what is tried asks for no policy
     except InvalidInput:
         return None
 
@@ -173,9 +223,21 @@ def _holds(plan: Plan | None, holds: Holds) -> bool:
     return plan is not None and holds(plan)
 
 
-def _no_answer(least: Plan, what: str) -> InvalidInput:
+def _no_pool(most: Plan) -> InvalidInput:
+    tokens, bucket = most.ledger.kv_cache_tokens, most.kv_last.first_tokens
     return InvalidInput(
-        f"no {what} leaves {least.reserve_gib:.2f} GiB: even the smallest leaves {least.left_gib:.2f}",
+        f"no fraction leaves a KV pool of one bucket of {bucket:,} tokens: the largest leaves {tokens:,}",
+        "a fraction whose KV pool a prompt can fill",
+        "raise --tp, take smaller weights (--weights fp8 or int4), a larger GPU or a lower --max-tokens",
+    )
+
+
+def _no_answer(least: Plan, what: str) -> InvalidInput:
+    if not least.holds_bucket:
+        return _no_pool(least)
+    pool = f" with {least.kv_last.first_tokens:,} KV tokens for one bucket" if what == "mem-fraction" else ""
+    return InvalidInput(
+        f"no {what} leaves {least.reserve_gib:.2f} GiB: even the smallest{pool} leaves {least.left_gib:.2f}",
         "left is the middle of the forecast at the fullest moment: of the capture, or after it"
         + (f" with {_taken_later(least)}" if _taken_later(least) else ""),
         "take a larger GPU, raise --tp, lower --reserve or --max-tokens, or run without prefill graphs",

@@ -28,7 +28,7 @@ _SEGMENT_SLACK = 2 * MIB
 
 
 class NoMemoryForKV(Exception):
-    """Weights leave nothing of the fraction for the KV pool."""
+    """Weights leave too little of the fraction for the KV pool: nothing, or less than one full bucket of tokens."""
 
 
 @dataclass
@@ -101,6 +101,7 @@ def _allocate(
     tokens = kv_tokens_that_fit(settings, sizes, geometry, dtype, baseline, after_weights, config)
     pool: KVPool
     if get_policy(settings.policy).kv_first:
+        _check_pool(tokens, max(sizes.buckets, default=1), geometry)
         stage("allocate KV pool", f"{tokens} tokens")
         pool = KVPool(device, geometry, tokens, dtype)
         ledger["kv_cache_gib"] = _tensor_gib([*pool.keys, *pool.values])
@@ -121,6 +122,15 @@ def _allocate(
     ledger["ballast_gib"] = _leave_free(settings, device, pool)
     ledger["free_before_capture_gib"] = device.free_bytes() / GIB
     return runner
+
+
+def _check_pool(tokens: int, bucket: int, geometry: list[LayerGeometry]) -> None:
+    """A pool that comes first holds one full bucket, as one that comes last does: no prompt could fill it else."""
+    if geometry and tokens < bucket:
+        raise NoMemoryForKV(
+            f"the KV pool gets {tokens:,} tokens of the fraction, less than one bucket of {bucket:,}: no prompt could "
+            "fill it"
+        )
 
 
 def assemble(

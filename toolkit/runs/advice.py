@@ -68,6 +68,18 @@ def advise(fields: Mapping[str, Any], settings: CaptureSettings, known: Known | 
     return [*lines, *_starved(fields, settings, known)]
 
 
+def _no_pool(fields: Mapping[str, Any]) -> str:
+    """A fraction too small for a KV pool that comes first: for any, or for one full bucket of tokens."""
+    ledger: Mapping[str, Any] = fields.get("ledger") or {}
+    fraction, total = fields.get("mem_fraction_static") or 0.0, ledger.get("total_gib") or 0.0
+    if fraction * (total - (ledger.get("context_gib") or 0.0)) > (ledger.get("weights_gib") or math.inf):
+        return (
+            "raise --mem-fraction, lower the ceiling (--max-tokens), or use a device with more memory: what weights "
+            "leave of the fraction is no KV pool of one full bucket"
+        )
+    return "raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"
+
+
 def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, known: Known) -> list[str]:
     if fields.get("reason_code") == "no_memory_for_kv":
         if not get_policy(settings.policy).kv_first:
@@ -76,7 +88,7 @@ def _after_oom(fields: Mapping[str, Any], settings: CaptureSettings, known: Know
             )
             why = "graphs and what has to stay free leave no KV pool"
             return [f"{lower or 'lower the ceiling (--max-tokens)'}, or use a device with more memory: {why}"]
-        return ["raise --mem-fraction, or use a device with more memory: weights alone exceed the fraction"]
+        return [_no_pool(fields)]
     if fields.get("reason_code") == "out_of_memory_before_capture":
         return _before_capture(fields, settings, known)
     advice = [*_lower_ceiling(fields, settings, known.short), *_more_free(fields, settings, known.short)]

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from toolkit.forecast.kv_last import KvLast
 from toolkit.forecast.needs import ladder_need, ladder_needs
 from toolkit.forecast.outcomes import PolicyOutcome as Planned
 from toolkit.forecast.outcomes import Situation, plan_policy
@@ -53,15 +54,15 @@ def verdicts(
     now = Situation(
         free_gib=free_gib,
         free_low_gib=free_gib,
-        kv_cache_tokens=tokens or 0,
+        # The server started with its pool: it was large enough.
+        kv_cache_tokens=max(tokens or 0, max(plan.buckets, default=0)),
         buckets=plan.buckets,
         resolved=plan.resolved,
         backend=plan.backend,
         locked_keys=plan.settings.locked_keys if backend_named else frozenset(),
         later_gib=later,
         later_words=words,
-        kv_room_gib=pool or 0.0,
-        kv_tokens=lambda gib: min(int(gib * (tokens or 0) / (pool or 1.0)), most_tokens or 1 << 62),
+        kv_last=_measured_pool(plan, pool or 0.0, tokens or 0, most_tokens),
     )
     judged, notes = [], []
     for name in plan.settings.policies:
@@ -73,6 +74,19 @@ def verdicts(
     return tuple(judged), tuple(notes)
 
 
+def _measured_pool(plan: Plan, pool_gib: float, tokens: int, most_tokens: int | None) -> KvLast:
+    """The pool of the log, had it been sized after the capture; `most_tokens` is what it was limited to."""
+    token_gib = pool_gib / tokens if tokens else 1.0
+    first = max(plan.buckets, default=0)
+    return KvLast(
+        first_tokens=first,
+        backed_gib=first * token_gib,
+        room_gib=pool_gib - first * token_gib,
+        tokens=lambda gib: min(int(gib / token_gib), most_tokens or 1 << 62),
+        gib=lambda count: count * token_gib,
+    )
+
+
 def _judged(name: str, one: Planned) -> PolicyOutcome:
     return PolicyOutcome(name, one.outcome, one.runner, one.reason, one.free_after_gib, one.tight)
 
@@ -81,7 +95,7 @@ def _remarked(one: Planned, plan: Plan, now: Situation, kv_first: bool) -> Plann
     """Out of memory by the middle of the forecast is uncertain where its lower end fits."""
     if one.code != "out_of_memory" or plan.forecast is None:
         return dataclasses.replace(one, tight=one.tight and one.outcome == "captured")
-    low, room = plan.forecast.peak.low / 1024, now.free_gib + (0.0 if kv_first else now.kv_room_gib)
+    low, room = plan.forecast.peak.low / 1024, now.free_gib + (0.0 if kv_first else now.kv_last.room_gib)
     if low > room:
         return dataclasses.replace(one, tight=False)
     remark = f"uncertain: at the lower end of the forecast ({low:.2f} GiB) it fits"

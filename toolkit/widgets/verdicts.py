@@ -155,8 +155,7 @@ def _foreseen(policy: Policy, now: Moment, free_gib: float, foresight: Foresight
         reserve_gib=settings.reserve_gib,
         later_gib=settings.post_capture_need_gib,
         later_words=f"{mib_or_gib(settings.post_capture_need_gib)}, as declared",
-        kv_room_gib=before.kv_gib,
-        kv_tokens=before.kv_fit,
+        kv_last=before.kv_last,
     )
     outcome = plan_policy(policy.name, situation, foresight.ask)
     if outcome.code in ("gate_low_memory", "gate_passed") and (edge := _edge(now, free_gib)):
