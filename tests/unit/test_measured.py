@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server_lines import PREFILL_END, READY, arguments, limits, line, prefill_begin
 from toolkit.serverlogs import diagnose
 from toolkit.serverlogs.measured import Measured
 
@@ -168,6 +169,31 @@ def test_pools_alone_show_a_card_that_is_too_small() -> None:
     text = "\n".join(line for line in _log(BEGIN, half=68.18).splitlines() if "Load weight begin" not in line)
     assert "CARD_MISMATCH" in [one.code for one in diagnose(text, gpu="h100-80gb").findings]
     assert "CARD_MISMATCH" not in [one.code for one in diagnose(text, gpu="b200-180gb").findings]
+
+
+def test_a_pool_backed_after_the_captures_is_not_in_use_before_them() -> None:
+    """15.27 GB of weights and the 60.00 GB free after them are 75.27; 54.90 GB of those become the pool later."""
+    text = (
+        arguments(mem_fraction_static=0.98)
+        + line("Load weight begin. avail mem=78.48 GB")
+        + line("Load weight end. elapsed=12.02 s, type=Qwen3ForCausalLM, avail mem=63.21 GB, mem usage=15.27 GB.")
+        + line(
+            "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 444000, K size: 30.50 GB, V size: 30.50 GB "
+            "(VA upper bound)"
+        )
+        + line("Memory pool end. avail mem=60.00 GB")
+        + prefill_begin().replace("avail mem=12.00", "avail mem=60.00")
+        + PREFILL_END.replace("avail mem=10.50", "avail mem=58.50")
+        + line("Post-capture KV sizing: full_layer_tokens=400000, swa_layer_tokens=0")
+        + line("KV cache allocated. dtype: torch.bfloat16, #tokens: 400000, KV size: 54.90 GB, avail mem=3.00 GB")
+        + limits(tokens=400000)
+        + READY
+    )
+    found = diagnose(text, gpu="h100-80gb")
+    assert {one.severity for one in found.findings} <= {"info"} and found.measured is not None
+    assert not any("MISMATCH" in one.code for one in found.findings)
+    assert {one.policy for one in found.measured.verdicts} == {"gated", "ungated", "budgeted"}
+    assert any("capture_first is not judged" in words for words in found.measured.assumptions)
 
 
 def test_the_size_that_an_error_prints_is_that_of_the_card() -> None:

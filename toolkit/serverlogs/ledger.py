@@ -93,6 +93,16 @@ def tightest(ledgers: list[RankLedger] | tuple[RankLedger, ...]) -> RankLedger |
     return min(ledgers, key=free, default=None)
 
 
+def backed_first_gib(startup: Startup, ledger: RankLedger) -> float | None:
+    """GiB of the KV pool that were backed when the pools ended, None where the log does not say.
+
+    With post-capture sizing that is none: the pools end with a bound of addresses, and memory follows the captures.
+    """
+    pools = [pool for log in startup.ranks.values() if log.rank.label == ledger.rank for pool in log.kv_pools]
+    first = [pool.size_gib for pool in pools if not (pool.after_capture or pool.upper_bound)]
+    return ledger.kv_cache_gib if len(first) == len(pools) else _sum(first) or 0.0
+
+
 def _ledger(startup: Startup, log: RankLog) -> RankLedger:
     begins = [capture.begin for capture in log.captures if capture.begin is not None and capture.begin.free_gib]
     before = min(begins, key=lambda begin: begin.line, default=None)

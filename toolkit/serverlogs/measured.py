@@ -10,7 +10,7 @@ from toolkit.errors import PrefillLabError
 from toolkit.serverlogs.capture_report import CaptureReport, capture_reports
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.findings.room import ForecastRoom
-from toolkit.serverlogs.ledger import RankLedger, rank_ledgers, tightest
+from toolkit.serverlogs.ledger import RankLedger, backed_first_gib, rank_ledgers, tightest
 from toolkit.serverlogs.log_choices import LogChoices, log_choices
 from toolkit.serverlogs.measured_policies import PolicyOutcome, forecast_room, verdicts
 from toolkit.serverlogs.model_match import mismatch
@@ -152,7 +152,10 @@ def _beside(
     room, free = None, _free_before(ledger, capture)
     if free and other is None:
         now = _with_decode_done(plan) if _decode_is_done(startup, ledger, capture) else plan
-        judged, notes = verdicts(now, free, ledger, said.most_tokens, said.backend_named)
+        judged, notes = verdicts(
+            *(now, free, ledger, said.most_tokens, said.backend_named),
+            sized_last=backed_first_gib(startup, ledger) != ledger.kv_cache_gib,
+        )
         room = forecast_room(startup.index, now, free)
     capped = _capped_words(plan, said.most_tokens)
     return Measured(

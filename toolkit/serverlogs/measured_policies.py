@@ -41,12 +41,18 @@ class PolicyOutcome:
 
 
 def verdicts(
-    plan: Plan, free_gib: float, ledger: RankLedger, most_tokens: int | None, backend_named: bool
+    plan: Plan,
+    free_gib: float,
+    ledger: RankLedger,
+    most_tokens: int | None,
+    backend_named: bool,
+    sized_last: bool = False,
 ) -> tuple[tuple[PolicyOutcome, ...], tuple[str, ...]]:
     """(what each policy would do, notes on those that cannot be judged).
 
     Free memory and KV pool are the measured ones: a policy that sizes the pool last is judged only where the log
-    says how large the pool was. `backend_named` is whether the server's own backend was chosen by hand.
+    says how large the pool was, and that it was there before the capture (not `sized_last`): what was free then had
+    it in already. `backend_named` is whether the server's own backend was chosen by hand.
     """
     ask = forecaster(plan.settings)
     later, words = later_need(plan.settings, plan.resolved)
@@ -66,8 +72,10 @@ def verdicts(
     )
     judged, notes = [], []
     for name in plan.settings.policies:
-        if not get_policy(name).kv_first and not (pool and tokens):
-            notes.append(f"{name} is not judged: the log does not say how large the KV pool was")
+        lacking = "this server itself sized its KV pool after the captures" if sized_last else ""
+        lacking = lacking if pool and tokens else "the log does not say how large the KV pool was"
+        if lacking and not get_policy(name).kv_first:
+            notes.append(f"{name} is not judged: {lacking}")
             continue
         one = plan_policy(name, now, lambda buckets: ask(plan.model, plan.backend, buckets))
         judged.append(_judged(name, _remarked(one, plan, now, get_policy(name).kv_first)))

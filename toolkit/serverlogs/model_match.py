@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from toolkit.catalogue import search_models
 from toolkit.hardware import GpuSpec
 from toolkit.serverlogs.findings.finding import Finding
-from toolkit.serverlogs.ledger import RankLedger
+from toolkit.serverlogs.ledger import RankLedger, backed_first_gib
 from toolkit.serverlogs.startup import Startup
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _card(startup: Startup, ledgers: Sequence[RankLedger], gpu: GpuSpec) -> tupl
         if oom.total_gib is not None:
             off = abs(oom.total_gib - gpu.visible_gib) > _CARD_OFF * gpu.visible_gib
             return (f"its card has {oom.total_gib:.2f} GiB in all {seen}", oom.line) if off else None
-    most, line = max(((_shown(one), _first_line(one)) for one in ledgers), default=(0.0, 0))
+    most, line = max(((_shown(startup, one), _first_line(one)) for one in ledgers), default=(0.0, 0))
     if most > gpu.visible_gib * (1 + _CARD_OFF):
         return f"{most:.2f} GiB were free or in use on one rank {seen}", line
     baselines = [one for one in ledgers if one.baseline_gib is not None]
@@ -67,10 +67,11 @@ def _card(startup: Startup, ledgers: Sequence[RankLedger], gpu: GpuSpec) -> tupl
     return words, _first_line(baselines[0])
 
 
-def _shown(ledger: RankLedger) -> float:
+def _shown(startup: Startup, ledger: RankLedger) -> float:
     """The most memory that a rank's lines show at one time: free before the weights, or taken and left after them."""
     later = ledger.free_after_pools_gib if ledger.free_after_pools_gib is not None else ledger.free_before_capture_gib
-    taken = (ledger.weights_gib or 0.0) + (ledger.kv_cache_gib or 0.0) + (ledger.state_gib or 0.0) + (later or 0.0)
+    parts = (ledger.weights_gib, backed_first_gib(startup, ledger), ledger.state_gib, later)
+    taken = sum(part or 0.0 for part in parts)
     return max([taken, ledger.baseline_gib or 0.0, *(stage.free_gib for stage in ledger.stages)])
 
 
