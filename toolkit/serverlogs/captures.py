@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.serverlogs import events as ev
+from toolkit.serverlogs.blame import LONGEST_TRACEBACK, MOST_NEAR, is_rank, of_its_card, whose
 from toolkit.serverlogs.events_vllm import VllmGraphFinished
+from toolkit.serverlogs.running import lowest_rank
 from toolkit.serverlogs.startup import (
     MOST_BUCKETS,
     BucketPoint,
     Capture,
     RankLog,
     Startup,
-    lowest_rank,
 )
-from toolkit.serverlogs.words import whole
 
 _PHASES_OF_BAR = {"prefill": ("prefill",), "compile": ("prefill",), "decode": ("decode", "verify", "extend")}
 _MOST_ERRORS = 8
@@ -42,7 +42,7 @@ def _end(startup: Startup, event: ev.CaptureEnd) -> None:
     capture = _to_end(startup, log, event)
     capture.end = event
     if startup.running.get(event.rank) is capture:
-        del startup.running[event.rank]
+        startup.running.drop(event.rank)
 
 
 def _to_end(startup: Startup, log: RankLog, event: ev.CaptureEnd) -> Capture:
@@ -54,7 +54,7 @@ def _to_end(startup: Startup, log: RankLog, event: ev.CaptureEnd) -> Capture:
     for capture in bare.captures[: -_MOST_BACK - 1 : -1] if bare else ():
         if capture.begin is None and capture.open and capture.phase == event.phase and bare is not None:
             bare.captures.remove(capture)
-            startup.running.pop(capture.rank, None)
+            startup.running.drop(capture.rank)
             capture.rank = event.rank
             _add(startup, log, capture)
             return capture
@@ -68,7 +68,7 @@ def _add(startup: Startup, log: RankLog, capture: Capture) -> None:
     startup.keep(log.captures, capture)
     startup.phases_seen.add(capture.phase)
     if capture.rank in startup.ranks:
-        startup.running[capture.rank] = capture
+        startup.running.add(capture)
 
 
 def _bar(startup: Startup, event: ev.BucketBar) -> None:
@@ -80,14 +80,16 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
         # The last state of a bar may be printed after the end line.
         if event.done is not None and event.done == event.total and not startup.phases_seen.isdisjoint(phases):
             return
-        rank = event.rank if _is_rank(startup, event.rank) else lowest_rank(list(startup.ranks) or [event.rank])
+        rank = event.rank if is_rank(startup, event.rank) else lowest_rank(startup.ranks or [event.rank])
         capture = Capture(rank, "target", phases[0])
         _add(startup, startup.log_of(rank), capture)
         startup.keep(startup.drawn, capture)
     capture.last_bar = event
+    startup.running.touch(capture)
     points = capture.compile_points if event.kind == "compile" else capture.points
     if capture.errors and event.done is not None and event.done > (capture.done or 0):
         capture.errors.clear()  # it went on, whatever was called fatal
+        startup.running.reopen(capture)
     if event.kind != "compile":
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done
@@ -150,69 +152,21 @@ def _skip(startup: Startup, log: RankLog, capture: Capture) -> None:
 
 
 def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
-    event = replace(event, rank=_whose(startup, event, _of_its_card(startup, event)))
+    event = replace(event, rank=whose(startup, event, of_its_card(startup, event)))
     startup.keep(startup.ooms, event)
-    capture = _running(startup, event.rank)
+    capture = _interrupted(startup, event.rank)
     if capture is not None and capture.oom is None:
         capture.oom = event
-
-
-_LONGEST_TRACEBACK, _MOST_NEAR = 400, 64
-
-
-def _whose(startup: Startup, event: ev.Event, by_card: ev.Rank | None = None) -> ev.Rank:
-    """The rank that went wrong: of torchrun's `[rank3]:`, else one that the head of a traceback names.
-
-    An exception's last line has no prefix of its own. Of several heads it is that of the card's rank, else the last
-    one whose memory did not run out yet; without any, the card's rank alone.
-    """
-    if event.rank.named:
-        return _of_world(startup, event.rank)
-    if not startup.running:
-        return by_card or event.rank
-    near = (
-        error.rank
-        for error in reversed(startup.errors[-_MOST_NEAR:])
-        if error.kind == "SchedulerException" and 0 <= event.line - error.line <= _LONGEST_TRACEBACK
-    )
-    heads = [rank for rank in near if _is_rank(startup, rank) and rank in startup.running]
-    heads = [rank for rank in heads if startup.running[rank].oom is None]
-    if by_card is not None and (not heads or by_card in heads):
-        return by_card
-    return heads[0] if heads else event.rank
-
-
-def _of_world(startup: Startup, rank: ev.Rank) -> ev.Rank:
-    """The rank that `[rank3]:` names: they count through each pipeline stage. `rank` itself where that is not one."""
-    name, _, number = rank.worker.partition(" ")
-    if name != "rank" or rank in startup.ranks or not number.isdigit():
-        return rank
-    size = max((each.tp for each in startup.ranks if each.tp is not None), default=0) + 1
-    found = [each for each in startup.ranks if each.tp is not None and (each.pp or 0) * size + each.tp == int(number)]
-    return found[0] if len(found) == 1 else rank
-
-
-_CARDS = 8  # of one host: with more ranks than this, several hosts count their cards from 0
-
-
-def _of_its_card(startup: Startup, event: ev.OutOfMemory) -> ev.Rank | None:
-    """The rank of `GPU 3`, where ranks and cards count alike: TP0, TP1 and so on of one host; else None.
-
-    `GPU 0` says nothing, for a process that is shown one card only calls it 0.
-    """
-    named = [rank for rank in startup.ranks if rank.named]
-    numbers = sorted(rank.tp for rank in named if rank.tp is not None and rank.dp is rank.pp is None)
-    alike = len(numbers) == len(named) <= _CARDS and numbers == list(range(len(numbers)))
-    card = whole(event.message, " GPU ")
-    return next((rank for rank in named if rank.tp == card), None) if card and alike else None
+        startup.running.touch(capture)
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
-    event = replace(event, rank=_whose(startup, event))
+    event = replace(event, rank=whose(startup, event))
     startup.keep(startup.failures, event)
-    capture = _running(startup, event.rank, event.phase)
+    capture = _interrupted(startup, event.rank, event.phase)
     if capture is not None and capture.failed is None:
         capture.failed = event
+        startup.running.touch(capture)
 
 
 # Python's words for Ctrl-C, the second where an event loop was stopped by it.
@@ -226,11 +180,12 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
     if event.kind in _BY_HAND and not _has_failed(startup):
         startup.interrupted = event
         return
-    event = replace(event, rank=_whose(startup, event))
+    event = replace(event, rank=whose(startup, event))
     startup.keep(startup.errors, event)
-    capture = _running(startup, event.rank)
+    capture = _interrupted(startup, event.rank)
     if capture is not None and len(capture.errors) < _MOST_ERRORS and (event.fatal or _in_traceback(startup, event)):
         capture.errors.append(event)
+        startup.running.touch(capture)
 
 
 def _has_failed(startup: Startup) -> bool:
@@ -240,8 +195,8 @@ def _has_failed(startup: Startup) -> bool:
 
 def _in_traceback(startup: Startup, event: ev.ErrorLine) -> bool:
     """Whether a traceback that nothing followed leads to this line. An exception's name alone was perhaps caught."""
-    first = event.line - _LONGEST_TRACEBACK
-    fatal = any(first <= error.line <= event.line for error in startup.errors[-_MOST_NEAR:] if error.fatal)
+    first = event.line - LONGEST_TRACEBACK
+    fatal = any(first <= error.line <= event.line for error in startup.errors[-MOST_NEAR:] if error.fatal)
     return fatal or any(
         max(first, startup.alive_line) < head < event.line for head in startup.tracebacks[-_MOST_ERRORS:]
     )
@@ -268,7 +223,7 @@ def went_on(startup: Startup, event: ev.Event) -> None:
         own = startup.running.get(event.rank)
         found = [own] if own is not None else []
     else:  # of no rank in particular; whatever was said before the last such line is settled
-        found = list(startup.running.values()) if startup.errors[-1].line > before else []
+        found = startup.running.all() if startup.errors[-1].line > before else []
     for capture in found:
         if capture.errors and not any(error.fatal for error in capture.errors):
             capture.errors.clear()
@@ -279,6 +234,7 @@ def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
     for capture in startup.drawn:
         if capture.open:
             capture.finished = event
+            startup.running.drop(capture.rank)
     startup.drawn.clear()
 
 
@@ -287,38 +243,21 @@ def _vllm_finished(startup: Startup, event: VllmGraphFinished) -> None:
 
 def _open_of(startup: Startup, phases: tuple[str, ...], rank: ev.Rank) -> Capture | None:
     """The capture that a line without a phase of its own speaks of: of that rank, or of the lowest that captures."""
-    if _is_rank(startup, rank):
+    if is_rank(startup, rank):
         own = startup.running.get(rank)
         return own if own is not None and own.open and own.phase in phases else None
-    found = [capture for capture in startup.running.values() if capture.phase in phases and capture.open]
-    if len(found) < 2:
-        return found[0] if found else None
-    return startup.running[lowest_rank([capture.rank for capture in found])]
+    return startup.running.lowest_open(phases)
 
 
-def _running(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Capture | None:
-    """The capture that an error interrupts: of its rank if it names one, else the last that began.
+def _interrupted(startup: Startup, rank: ev.Rank, phase: str | None = None) -> Capture | None:
+    """The capture that an error interrupts: of its rank if it names one, else the last that was spoken of.
 
-    A later word of the same failure finds the capture that the first one ended. Once the server is up, an error
-    interrupts no capture, whatever the log left open.
+    A later word of the same failure finds the capture that the first one ended. Once an engine is up, an error
+    interrupts no capture of its ranks, whatever the log left open.
     """
-    if startup.ready or startup.limits:
-        return None
-    if _is_rank(startup, rank):
-        return startup.running.get(rank)
-    found = [each for each in startup.running.values() if each.finished is None]
-    return max([each for each in found if each.phase == phase] or found, key=_how_recent, default=None)
-
-
-def _how_recent(capture: Capture) -> tuple[bool, int]:
-    """Ranks capture in step and one of them draws bars: where it got to says what all were doing."""
-    bar = capture.last_bar
-    return bar is not None, max((*capture.lines, bar.line if bar else 0))
-
-
-def _is_rank(startup: Startup, rank: ev.Rank) -> bool:
-    """Whether a line's prefix names a rank of this start. An actor's process id on a bar need not be one."""
-    return rank.named and (rank in startup.ranks or not rank.worker)
+    if not is_rank(startup, rank):
+        return startup.running.latest(phase)
+    return None if startup.running.is_up(rank) else startup.running.get(rank)
 
 
 def _name(event: ev.CaptureBegin | ev.CaptureEnd) -> str:

@@ -213,6 +213,7 @@ def _limits(startup: Startup, event: ev.Limits) -> None:
     if event.free_gib is not None:  # the line is the scheduler's: no reason to make a rank
         startup.read_free(event.rank, event.line, "limits", event.free_gib)
     startup.keep(startup.limits, event)
+    startup.running.came_up(event.rank)
 
 
 def _timings(startup: Startup, event: ev.EngineTimings) -> None:
@@ -224,6 +225,7 @@ def _ready(startup: Startup, event: ev.ServerReady) -> None:
     if event.by == "uvicorn" and startup.engine != "vllm":
         return
     startup.ready = startup.ready or event
+    startup.running.came_up()
 
 
 def _prefill(startup: Startup, event: ev.PrefillLine) -> None:

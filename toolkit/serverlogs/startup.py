@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from toolkit.serverlogs.events import (
-    NO_RANK,
     BucketBar,
     CaptureBegin,
     CaptureEnd,
@@ -48,6 +47,7 @@ from toolkit.serverlogs.events_vllm import (
 )
 from toolkit.serverlogs.lines import Counters
 from toolkit.serverlogs.prefill_stats import PrefillStats
+from toolkit.serverlogs.running import Running, order
 
 T = TypeVar("T")
 
@@ -304,14 +304,16 @@ class Startup:
     process: str = field(default="", repr=False)
     processes: dict[Rank, str] = field(default_factory=dict, repr=False)
     # What `captures` goes by while it reads: the capture that each rank is in, and those that vLLM's end line ends.
-    running: dict[Rank, Capture] = field(default_factory=dict, repr=False)
+    running: Running = field(default_factory=Running, repr=False)
     drawn: list[Capture] = field(default_factory=list, repr=False)
     phases_seen: set[str] = field(default_factory=set, repr=False)
+    # Ranks by torchrun's number, of so many ranks; see `blame`.
+    world: tuple[int, dict[int, Rank | None]] = field(default=(0, {}), repr=False)
 
     @property
     def sorted_ranks(self) -> list[RankLog]:
         """Ranks in their own order: DP, then PP, then TP."""
-        return sorted(self.ranks.values(), key=lambda log: _order(log.rank))
+        return sorted(self.ranks.values(), key=lambda log: order(log.rank))
 
     @property
     def captures(self) -> list[Capture]:
@@ -342,17 +344,6 @@ class Startup:
         if free_gib is not None:
             self.keep(log.readings, FreeReading(line, what, free_gib))
         return log
-
-
-def _order(rank: Rank) -> tuple[int, int, int, int, str]:
-    numbers = (rank.dp, rank.pp, rank.tp, rank.ep)
-    first, second, third, fourth = (-1 if number is None else number for number in numbers)
-    return first, second, third, fourth, rank.worker
-
-
-def lowest_rank(ranks: list[Rank]) -> Rank:
-    """The rank that prints what only one rank prints (progress bars)."""
-    return min(ranks, key=_order, default=NO_RANK)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from toolkit.serverlogs.findings.room import (
     sound_ceiling,
 )
 from toolkit.serverlogs.ledger import RankLedger, tightest
+from toolkit.serverlogs.running import same_engine
 from toolkit.serverlogs.startup import Capture, Startup
 
 _MUCH_GIB = 1.0
@@ -239,8 +240,9 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
 
 
 def _up_before(startup: Startup, oom: OutOfMemory) -> bool:
-    """Whether the server was up by then, as far as the log shows."""
-    return any(each.line < oom.line for each in [*startup.limits, *([startup.ready] if startup.ready else [])])
+    """Whether the engine that ran out was up by then, as far as the log shows: one may be up before another."""
+    ready = startup.ready is not None and startup.ready.line < oom.line
+    return ready or any(each.line < oom.line and same_engine(each.rank, oom.rank) for each in startup.limits)
 
 
 def _what_ended(startup: Startup, oom: OutOfMemory) -> str:
@@ -327,11 +329,11 @@ def _paired(facts: Facts) -> list[tuple[Capture, CaptureReport]]:
 
 def _outside(startup: Startup) -> list[OutOfMemory]:
     """Words about missing memory that belong to no capture, nor to the failure of one."""
-    first = min((each.oom.line for each in startup.captures if each.oom is not None), default=None)
-    up = min([each.line for each in startup.limits] + ([startup.ready.line] if startup.ready else []), default=None)
+    own = [each.oom for each in startup.captures if each.oom is not None]
+    first = min((oom.line for oom in own), default=None)
     if first is None:
         return startup.ooms
-    return [oom for oom in startup.ooms if oom.line < first or (up is not None and oom.line > up)]
+    return [oom for oom in startup.ooms if oom.line < first or (oom not in own and _up_before(startup, oom))]
 
 
 def _captured_before(startup: Startup, oom: OutOfMemory) -> bool:
@@ -341,5 +343,5 @@ def _captured_before(startup: Startup, oom: OutOfMemory) -> bool:
         for each in startup.captures
     )
     finished = any(event.line < oom.line for log in startup.ranks.values() for event in log.vllm.finished)
-    up = startup.ready is not None or bool(startup.limits)
-    return ended or finished or (up and startup.last_line >= oom.line)
+    some_engine = not oom.rank.named and any(limits.line < oom.line for limits in startup.limits)
+    return ended or finished or some_engine or _up_before(startup, oom)

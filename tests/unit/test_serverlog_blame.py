@@ -1,0 +1,116 @@
+"""Whose error a line without a rank is, in logs of many ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.server_lines import DECODE, POOLS, PREFILL_END, arguments, limits, prefill_begin
+from toolkit.serverlogs import diagnose
+from toolkit.serverlogs.fold import read_log
+
+BAR = "Capturing num tokens (num_tokens={} avail_mem=9.00 GB):   {}%|          | {}/58 [00:01<00:12,  3.11it/s]\n"
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 79.25 GiB "
+    "of which 100.00 MiB is free.\n"
+)
+
+
+def of_rank(text: str, rank: str) -> str:
+    return text.replace("00:00:00] ", f"00:00:00 {rank}] ")
+
+
+def in_capture(*ranks: str) -> str:
+    return "".join(of_rank(POOLS + prefill_begin(), rank) for rank in ranks)
+
+
+FOUR = in_capture("TP0", "TP1", "TP2", "TP3")
+
+
+@pytest.mark.parametrize(
+    ("given", "card", "rank"),
+    [
+        ({}, 1, "TP1"),
+        ({"base_gpu_id": 1}, 1, "TP0"),
+        ({"base_gpu_id": 1}, 4, "TP3"),
+        ({"base_gpu_id": 4}, 6, "TP2"),
+        ({"gpu_id_step": 2}, 2, "TP1"),
+        ({"base_gpu_id": 1, "gpu_id_step": 2}, 5, "TP2"),
+    ],
+)
+def test_a_card_is_of_the_rank_that_the_arguments_put_on_it(given: dict[str, int], card: int, rank: str) -> None:
+    """`base_gpu_id` is the card of TP0, and each next rank's is `gpu_id_step` on."""
+    (found,) = diagnose(arguments(tp_size=4, **given) + FOUR + OOM.format(card)).findings
+    assert (found.code, found.ranks) == ("OOM_IN_CAPTURE", (rank,))
+
+
+@pytest.mark.parametrize(("given", "card"), [({"base_gpu_id": 4}, 2), ({"gpu_id_step": 2}, 3), ({"base_gpu_id": 1}, 5)])
+def test_a_card_that_the_arguments_give_to_no_rank_names_none(given: dict[str, int], card: int) -> None:
+    text = arguments(tp_size=4, **given) + FOUR + BAR.format(8192, 0, 0) + OOM.format(card)
+    (found,) = diagnose(text).findings
+    assert (found.code, found.ranks) == ("OOM_IN_CAPTURE", ("TP0",))  # the one that draws the bars
+
+
+def test_a_rank_tells_by_its_own_bar_where_it_ran_out() -> None:
+    text = arguments(tp_size=4, base_gpu_id=1) + FOUR + BAR.format(8192, 0, 0) + BAR.format(7680, 1, 1) + OOM.format(1)
+    (found,) = diagnose(text).findings
+    assert "at the bucket of 7680 tokens (number 2 of 58, largest first) with 9.00 GiB free before it" in found.message
+
+
+LINES = {
+    "memory": OOM.format(1),
+    "memory of a numbered rank": "[rank7]: " + OOM.format(1),
+    "errors": "ValueError: x\n",
+    "errors of a numbered rank": "[rank7]: ValueError: x\n",
+    "bars": BAR.format(8192, 0, 0),
+    "failures": "Exception: Capture prefill CUDA graph failed: nvcc not found\n",
+}
+FEW, MANY, TIMES = 50, 800, 3_000
+MOST_TIMES, SLACK_S = 3.0, 0.15
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_line_without_a_rank_costs_the_same_with_many_ranks(kind: str) -> None:
+    few, many = (_seconds(in_capture(*(f"TP{one}" for one in range(count))), LINES[kind]) for count in (FEW, MANY))
+    assert many < MOST_TIMES * few + SLACK_S, f"{kind}: {few:.3f} s with {FEW} ranks, {many:.3f} s with {MANY}"
+
+
+def _seconds(ranks: str, line: str) -> float:
+    """What the lines alone take, behind those of the ranks."""
+    best = float("inf")
+    for _ in range(3):
+        taken = []
+        for text in (ranks, ranks + line * TIMES):
+            begin = time.process_time()
+            read_log(text.encode())
+            taken.append(time.process_time() - begin)
+        best = min(best, taken[1] - taken[0])
+    return best
+
+
+def up_beside(words: str) -> str:
+    """DP0 is up while DP1 captures its prefill graph, in which something goes wrong."""
+    up = of_rank(PREFILL_END + DECODE + limits(), "DP0")
+    return arguments(dp_size=2) + in_capture("DP0", "DP1") + up + words
+
+
+HEAD = "[2026-08-27 00:00:00 DP1] Scheduler hit an exception: Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (OOM.format(0), "OOM_IN_CAPTURE"),
+        (HEAD + OOM.format(0), "OOM_IN_CAPTURE"),
+        ("RuntimeError: Capture prefill CUDA graph failed: nvcc not found\n", "NOT_A_MEMORY_FAILURE"),
+        (HEAD + "AssertionError: numel mismatch\n", "NOT_A_MEMORY_FAILURE"),
+    ],
+)
+def test_an_engine_that_is_up_hides_no_failure_of_the_next_ones_capture(words: str, code: str) -> None:
+    found = diagnose(up_beside(words))
+    assert [(one.code, one.severity, one.ranks) for one in found.findings if one.severity == "error"] == [
+        (code, "error", ("DP1",))
+    ]
+    (broken,) = (each for each in found.captures if each.rank == "DP1")
+    assert broken.outcome == ("oom" if code == "OOM_IN_CAPTURE" else "failed")
