@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.server_lines import DECODE, POOLS, PREFILL_END, arguments, limits, prefill_begin
+from tests.server_lines import DECODE, POOLS, PREFILL_END, READY, arguments, limits, prefill_begin
 from toolkit.serverlogs import diagnose
 from toolkit.serverlogs.fold import read_log
 
@@ -114,3 +114,39 @@ def test_an_engine_that_is_up_hides_no_failure_of_the_next_ones_capture(words: s
     ]
     (broken,) = (each for each in found.captures if each.rank == "DP1")
     assert broken.outcome == ("oom" if code == "OOM_IN_CAPTURE" else "failed")
+
+
+CLEAN = arguments() + POOLS + prefill_begin() + PREFILL_END + DECODE + limits() + READY
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "bench.py", line 3, in <module>',
+    "requests.exceptions.ConnectionError: refused",
+)
+
+
+def named(text: str, name: str) -> str:
+    return "".join(f"{name}{line}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("server", "other"),
+    [
+        ("sglang-1  | ", "bench-1  | "),
+        ("Aug 27 00:00:00 gpu1 sglang[9]: ", "Aug 27 00:00:01 gpu1 cron[3]: "),
+        ("[pod/sglang-0/main] ", "[pod/bench-0/main] "),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", ["\n".join(TRACEBACK), "RuntimeError: nope", "KeyboardInterrupt", OOM.format(0).strip(), TRACEBACK[0]]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_another_program_beside_a_server_is_no_start_of_one(server: str, other: str, words: str, first: bool) -> None:
+    said, errors = named(CLEAN, server), named(words, other)
+    found = diagnose(errors + said if first else said + errors)
+    assert found.findings == () and [one.index for one in found.startups] == [0]
+    assert found.summary == diagnose(said).summary
+
+
+def test_a_second_server_that_only_says_how_it_died_is_one() -> None:
+    text = named(CLEAN, "a-1  | ") + named("Received sigquit from a child process.", "b-1  | ")
+    assert [one.code for one in diagnose(text).findings] == ["SERVER_FAILED"]

@@ -78,7 +78,13 @@ class Starts:
             handler(startup, event)
 
     def finished(self) -> list[Startup]:
-        """All starts, first line first. Those of one name that ran beside each other are called by their process."""
+        """All starts, first line first. Those of one name that ran beside each other are called by their process.
+
+        What other programs beside the servers said (errors of theirs) is no start.
+        """
+        self._kept = [startup for startup in self._kept if startup.of_an_engine] or self._kept
+        for number, startup in enumerate(self._kept if not self.dropped else ()):
+            startup.index = number
         for name, lanes in self._lanes.items():
             of_name = [startup for startup in self._kept if startup.server == name] if lanes else []
             for startup in _beside_each_other(of_name):

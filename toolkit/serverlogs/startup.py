@@ -311,6 +311,12 @@ class Startup:
     world: tuple[int, dict[int, Rank | None]] = field(default=(0, {}), repr=False)
 
     @property
+    def of_an_engine(self) -> bool:
+        """Whether its name ever said a word of an engine. A container, host or job that did not is another program."""
+        own = (self.ready, self.failures, self.compiling, self.notices, *(error.fatal for error in self.errors))
+        return not self.server or self.engine != "unknown" or bool(self.ranks) or any(own)
+
+    @property
     def sorted_ranks(self) -> list[RankLog]:
         """Ranks in their own order: DP, then PP, then TP."""
         return sorted(self.ranks.values(), key=lambda log: order(log.rank))
