@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.serverlogs import events as ev
 from toolkit.serverlogs.blame import LONGEST_TRACEBACK, MOST_NEAR, is_rank, of_its_card, whose
+from toolkit.serverlogs.caught import goes_on, goes_on_inside, is_fatal, may_be_caught
 from toolkit.serverlogs.events_vllm import VllmGraphFinished
 from toolkit.serverlogs.running import lowest_rank
 from toolkit.serverlogs.startup import (
@@ -41,6 +42,7 @@ def _end(startup: Startup, event: ev.CaptureEnd) -> None:
     log = startup.read_free(event.rank, event.line, f"{_name(event)} end", event.free_gib)
     capture = _to_end(startup, log, event)
     capture.end = event
+    goes_on_inside(startup, capture)
     if startup.running.get(event.rank) is capture:
         startup.running.drop(event.rank)
 
@@ -75,7 +77,7 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
     phases = _PHASES_OF_BAR.get(event.kind)
     if phases is None:
         return
-    capture = _open_of(startup, phases, event.rank)
+    capture = _open_of(startup, phases, event.rank) or _counts_on(startup, phases, event)
     if capture is None:
         # The last state of a bar may be printed after the end line.
         if event.done is not None and event.done == event.total and not startup.phases_seen.isdisjoint(phases):
@@ -94,6 +96,20 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
         capture.total = event.total if event.total is not None else capture.total
         capture.done = event.done if event.done is not None else capture.done
     _point(startup, points, event)
+
+
+def _counts_on(startup: Startup, phases: tuple[str, ...], event: ev.BucketBar) -> Capture | None:
+    """The capture that a failure seemed to have ended, and whose bar counts on all the same."""
+    capture = startup.running.last_drawn(phases) if event.kind != "compile" else None
+    if capture is None or capture.done is None or event.done is None or not (capture.oom or capture.failed):
+        return None
+    if event.done <= capture.done or event.total != capture.total:
+        return None
+    if is_rank(startup, event.rank) and event.rank != capture.rank:
+        return None
+    goes_on_inside(startup, capture)
+    startup.running.reopen(capture)
+    return capture
 
 
 def _point(startup: Startup, points: list[BucketPoint], event: ev.BucketBar) -> None:
@@ -158,6 +174,7 @@ def _out_of_memory(startup: Startup, event: ev.OutOfMemory) -> None:
     if capture is not None and capture.oom is None:
         capture.oom = event
         startup.running.touch(capture)
+    may_be_caught(startup, event, capture)
 
 
 def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
@@ -167,6 +184,7 @@ def _failed(startup: Startup, event: ev.CaptureFailed) -> None:
     if capture is not None and capture.failed is None:
         capture.failed = event
         startup.running.touch(capture)
+    may_be_caught(startup, event, capture)
 
 
 # Python's words for Ctrl-C, the second where an event loop was stopped by it.
@@ -182,6 +200,8 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
         return
     event = replace(event, rank=whose(startup, event))
     startup.keep(startup.errors, event)
+    if event.fatal:
+        is_fatal(startup, event.line)
     capture = _interrupted(startup, event.rank)
     if capture is not None and len(capture.errors) < _MOST_ERRORS and (event.fatal or _in_traceback(startup, event)):
         capture.errors.append(event)
@@ -217,6 +237,7 @@ def went_on(startup: Startup, event: ev.Event) -> None:
     before, startup.alive_line = startup.alive_line, event.line
     if startup.interrupted is not None and type(event) is not ev.BucketBar:  # a bar is drawn once more when it closes
         startup.interrupted = None
+    goes_on(startup, event)
     if not startup.errors:
         return
     if event.rank.named:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.catalogue import search_models
 from toolkit.hardware import GpuSpec
+from toolkit.serverlogs.events import OutOfMemory
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.ledger import RankLedger, backed_first_gib
 from toolkit.serverlogs.startup import Startup
@@ -52,7 +53,7 @@ def mismatch(
 def _card(startup: Startup, ledgers: Sequence[RankLedger], gpu: GpuSpec) -> tuple[str, int] | None:
     """The card's size as an error prints it, else the most memory that any rank shows, against the card's own."""
     seen = f"where {gpu.id} gives {gpu.visible_gib:.2f} GiB"
-    for oom in startup.ooms:
+    for oom in (*startup.ooms, *(each.event for each in startup.caught if isinstance(each.event, OutOfMemory))):
         if oom.total_gib is not None:
             off = abs(oom.total_gib - gpu.visible_gib) > _CARD_OFF * gpu.visible_gib
             return (f"its card has {oom.total_gib:.2f} GiB in all {seen}", oom.line) if off else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -105,20 +106,23 @@ class Running:
         """The capture of these phases whose bar was drawn last, open or not."""
         return self._latest((True, phase) for phase in phases)
 
-    def latest(self, phase: str | None = None) -> Capture | None:
-        """The capture that an error without a rank interrupts: of `phase` where one is, else of any.
+    def latest(self, phase: str | None = None, but: Rank | None = None) -> Capture | None:
+        """The capture that an error without a rank interrupts: of `phase` where one is, else of any; not `but`'s.
 
         Ranks capture in step and one of them draws bars: where it got to says what all were doing.
         """
         for phases in ((phase,) if phase is not None else (), PHASES):
             for drawn in (True, False):
-                found = self._latest((drawn, each) for each in phases)
+                found = self._latest(((drawn, each) for each in phases), but)
                 if found is not None:
                     return found
         return None
 
-    def _latest(self, keys: Iterable[tuple[bool, str]]) -> Capture | None:
-        last = [next(reversed(kept.values())) for key in keys if (kept := self._recent.get(key))]
+    def _latest(self, keys: Iterable[tuple[bool, str]], but: Rank | None = None) -> Capture | None:
+        last = []
+        for key in keys:
+            spoken_of = reversed(self._recent.get(key, {}).values())
+            last += [capture for capture in itertools.islice(spoken_of, 2) if capture.rank != but][:1]
         return max(last, key=_last_line, default=None)
 
     def is_up(self, rank: Rank) -> bool:

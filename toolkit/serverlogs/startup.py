@@ -102,6 +102,7 @@ class Capture:
         total: buckets the bar counts to.
         done: buckets the bar last said were done.
         last_bar: its last state, whichever pass.
+        survived: its rank went on after the failure, though this capture did not end.
     """
 
     rank: Rank
@@ -120,6 +121,7 @@ class Capture:
     total: int | None = None
     done: int | None = None
     last_bar: BucketBar | None = None
+    survived: bool = False
 
     @property
     def outcome(self) -> str:
@@ -194,6 +196,14 @@ class Capture:
         """Lines of its begin, its end, its skip and its failures, those that it has."""
         records = (self.begin, self.end, self.finished, self.skip, self.oom, self.failed, *self.errors)
         return tuple(record.line for record in records if record is not None)
+
+
+@dataclass(slots=True)
+class Caught:
+    """A failure after which the same rank, or the whole server, went on; `capture` is the one it was in, if any."""
+
+    event: OutOfMemory | CaptureFailed
+    capture: Capture | None = None
 
 
 @dataclass(slots=True)
@@ -274,6 +284,7 @@ class Startup:
         not_kept: facts beyond the bounds of this module.
         alive_line: of the last fact that is no failure; exceptions before it were caught, unless they are fatal.
         interrupted: somebody pressed Ctrl-C, before anything had gone wrong.
+        caught: failures that it went on after; they are not among `ooms` and `failures`.
     """
 
     server: str = ""
@@ -300,6 +311,10 @@ class Startup:
     not_kept: int = 0
     alive_line: int = 0
     interrupted: ErrorLine | None = None
+    caught: list[Caught] = field(default_factory=list)
+    # Failures that nothing was said after yet, and where it last said that it has failed; see `caught`.
+    pending: dict[Rank, list[Caught]] = field(default_factory=dict, repr=False)
+    fatal_line: int | None = field(default=None, repr=False)
     # Which process said the first of it, and which is behind each rank, where prefixes say so.
     process: str = field(default="", repr=False)
     processes: dict[Rank, str] = field(default_factory=dict, repr=False)

@@ -141,4 +141,4 @@ def _has_failed(startup: Startup) -> bool:
     failed = bool(startup.ooms or startup.failures) or any(error.fatal for error in startup.errors)
     down = not (startup.ready or startup.limits) and any(head > startup.alive_line for head in startup.tracebacks[-1:])
     ended = down and startup.interrupted is None
-    return failed or ended or any(each.outcome in ("oom", "failed") for each in startup.captures)
+    return failed or ended or any(each.outcome in ("oom", "failed") and not each.survived for each in startup.captures)

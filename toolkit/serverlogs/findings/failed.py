@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from toolkit.serverlogs.captures import went_wrong
 from toolkit.serverlogs.events import CaptureFailed, ErrorLine
+from toolkit.serverlogs.findings.caught import caught
 from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import Capture, Startup
@@ -79,7 +80,9 @@ _HINT = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions"
 
 def not_a_memory_failure(facts: Facts) -> Iterator[Finding]:
     """A capture failed, and not for want of memory, whatever the server's hint says."""
+    yield from caught(facts, "NOT_A_MEMORY_FAILURE")
     failed = [each for each in facts.startup.captures if each.outcome == "failed" and _says_why(each)]
+    failed = [each for each in failed if not each.survived]
     failed = [each for each in failed if not any(error.kind == "NotEnoughMemory" for error in each.errors)]
     for role, phase in dict.fromkeys((each.role, each.phase) for each in failed):
         group = [each for each in failed if (each.role, each.phase) == (role, phase)]
@@ -179,7 +182,7 @@ def _but_little_was_free(group: list[Capture]) -> str:
 def server_failed(facts: Facts) -> Iterator[Finding]:
     """The server ended with an error that no other finding explains, or the log's last word is an exception."""
     startup = facts.startup
-    failed = [each for each in startup.captures if each.outcome == "failed"]
+    failed = [each for each in startup.captures if each.outcome == "failed" and not each.survived]
     explained = any(_says_why(each) and _kind(_words(each), facts) is not None for each in failed)
     if startup.ooms or explained or stops_in_traceback(startup) or not ends_in_error(startup):
         return

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.serverlogs.capture_report import CaptureReport
 from toolkit.serverlogs.events import OutOfMemory
+from toolkit.serverlogs.findings.caught import caught
 from toolkit.serverlogs.findings.estimates import lower_utilization
-from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks, quoted
+from toolkit.serverlogs.findings.facts import Facts, between, gib, labels, of_ranks
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.memory_words import captured_before, up_before, who
 from toolkit.serverlogs.findings.room import (
     ForecastRoom,
     ceiling_by_bars,
@@ -21,7 +23,6 @@ from toolkit.serverlogs.findings.room import (
     sound_ceiling,
 )
 from toolkit.serverlogs.ledger import RankLedger, tightest
-from toolkit.serverlogs.running import same_engine
 from toolkit.serverlogs.startup import Capture, Startup
 
 _MUCH_GIB = 1.0
@@ -34,9 +35,10 @@ _WHILE_SERVING = "https://github.com/sgl-project/sglang-omni/pull/1528"
 
 def oom_in_capture(facts: Facts) -> Iterator[Finding]:
     """Memory ran out while graphs were captured."""
+    yield from caught(facts, "OOM_IN_CAPTURE")
     groups: dict[tuple[str, str], list[tuple[Capture, CaptureReport]]] = {}
     for capture, report in _paired(facts):
-        if capture.outcome == "oom" and capture.oom is not None:
+        if capture.outcome == "oom" and capture.oom is not None and not capture.survived:
             groups.setdefault((capture.role, capture.phase), []).append((capture, report))
     for (role, phase), failed in groups.items():
         capture, report = max(failed, key=lambda each: len(each[1].series))
@@ -54,7 +56,7 @@ def oom_in_capture(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "OOM_IN_CAPTURE",
             "error",
-            f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{place}: {_who(oom)}.",
+            f"Memory ran out while the {role} {phase} graph was captured{of_ranks(ranks)}{place}: {who(oom)}.",
             tuple([*bars, *(each.oom.line for each, _ in failed if each.oom is not None)]),
             _advice(facts, report, oom),
             _CASES.get(oom.source) if phase == "prefill" else None,
@@ -87,18 +89,6 @@ def _where(report: CaptureReport, of_rank: bool = True) -> str:
         place += f" (number {report.done + 1} of {report.n_buckets}, largest first)"
     last = report.series[-1] if report.series and of_rank else None
     return place + (f" with {gib(last.free_gib)} free before it" if last and last.free_gib is not None else "")
-
-
-def _who(oom: OutOfMemory) -> str:
-    if oom.source == "library":
-        return (
-            f"a library got none for its own handles or workspaces, beside PyTorch's allocator ({quoted(oom.message)})"
-        )
-    if oom.source == "driver":
-        return "the CUDA driver had none left, which is memory outside PyTorch's allocator such as the graphs' own"
-    tried = f" for {gib(oom.tried_gib)}" if oom.tried_gib is not None else ""
-    free = f" with {gib(oom.free_gib)} free" if oom.free_gib is not None else ""
-    return f"PyTorch's allocator failed{tried}{free}"
 
 
 def _advice(facts: Facts, report: CaptureReport, oom: OutOfMemory) -> str:
@@ -218,18 +208,19 @@ def _fraction_words(facts: Facts, ledger: RankLedger | None, lacking_gib: float 
 
 def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     """Memory ran out when the graphs were done: warm-up or serving."""
-    ooms = [oom for oom in _outside(facts.startup) if _captured_before(facts.startup, oom)]
+    yield from caught(facts, "OOM_AFTER_CAPTURE")
+    ooms = [oom for oom in _outside(facts.startup) if captured_before(facts.startup, oom)]
     if not ooms:
         return
     oom = ooms[0]
     ledger = facts.ledger_of(oom.rank.label) or tightest(facts.ledgers)
     ranks = [each.rank.label for each in ooms if each.rank.named]
     lacking = oom.tried_gib - (oom.free_gib or 0.0) if oom.tried_gib is not None else None
-    up = _up_before(facts.startup, oom)
+    up = up_before(facts.startup, oom)
     yield Finding(
         "OOM_AFTER_CAPTURE",
         "error",
-        f"Memory ran out after {_what_ended(facts.startup, oom)}{of_ranks(ranks)}: {_who(oom)}. "
+        f"Memory ran out after {_what_ended(facts.startup, oom)}{of_ranks(ranks)}: {who(oom)}. "
         f"{_eater(facts, ledger, oom)}",
         tuple(each.line for each in ooms),
         f"Capturing was not the failure. To have more free, {_fraction_words(facts, ledger, lacking)}"
@@ -239,15 +230,9 @@ def oom_after_capture(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _up_before(startup: Startup, oom: OutOfMemory) -> bool:
-    """Whether the engine that ran out was up by then, as far as the log shows: one may be up before another."""
-    ready = startup.ready is not None and startup.ready.line < oom.line
-    return ready or any(each.line < oom.line and same_engine(each.rank, oom.rank) for each in startup.limits)
-
-
 def _what_ended(startup: Startup, oom: OutOfMemory) -> str:
     ended = [each for each in startup.captures if each.end is not None and each.end.line < oom.line]
-    if _up_before(startup, oom) or not ended:
+    if up_before(startup, oom) or not ended:
         return "the captures had ended"
     last = max(ended, key=lambda each: each.end.line if each.end is not None else 0)
     return f"the {last.role} {last.phase} capture had ended and before the server was up"
@@ -261,7 +246,7 @@ def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
     since = left - oom.free_gib if left is not None and oom.free_gib is not None else 0.0
     if left is not None and since > max(_MUCH_GIB, left / 2):
         took, what = "serving took", "activations of eager prefills, caches outside the KV pool"
-        if not _up_before(facts.startup, oom):
+        if not up_before(facts.startup, oom):
             took, what = "the rest of the start-up took", "warm-up, buffers of what is captured next"
         return (
             f"{gib(left)} were free after the captures, so {took} {gib(since)} since then: {what}, or another process."
@@ -282,15 +267,16 @@ def _eater(facts: Facts, ledger: RankLedger | None, oom: OutOfMemory) -> str:
 
 def oom_before_capture(facts: Facts) -> Iterator[Finding]:
     """Memory ran out while weights, pools or buffers were allocated: no graph was involved."""
+    yield from caught(facts, "OOM_BEFORE_CAPTURE")
     startup = facts.startup
-    ooms = [oom for oom in _outside(startup) if not _captured_before(startup, oom)]
+    ooms = [oom for oom in _outside(startup) if not captured_before(startup, oom)]
     if not ooms or startup.engine == "unknown" or not startup.ranks:
         return
     ranks = [each.rank.label for each in ooms if each.rank.named]
     yield Finding(
         "OOM_BEFORE_CAPTURE",
         "error",
-        f"Memory ran out before any graph was captured{of_ranks(ranks)}: {_who(ooms[0])}.",
+        f"Memory ran out before any graph was captured{of_ranks(ranks)}: {who(ooms[0])}.",
         tuple(each.line for each in ooms),
         "Graphs are not the cause: look at weights, the KV pool and other processes on the card. If weights were "
         "loaded, lower mem_fraction_static; if not, use more ranks or smaller weights.",
@@ -329,19 +315,8 @@ def _paired(facts: Facts) -> list[tuple[Capture, CaptureReport]]:
 
 def _outside(startup: Startup) -> list[OutOfMemory]:
     """Words about missing memory that belong to no capture, nor to the failure of one."""
-    own = [each.oom for each in startup.captures if each.oom is not None]
+    own = [each.oom for each in startup.captures if each.oom is not None and not each.survived]
     first = min((oom.line for oom in own), default=None)
     if first is None:
         return startup.ooms
-    return [oom for oom in startup.ooms if oom.line < first or (oom not in own and _up_before(startup, oom))]
-
-
-def _captured_before(startup: Startup, oom: OutOfMemory) -> bool:
-    ended = any(
-        (each.end is not None and each.end.line < oom.line)
-        or (each.finished is not None and each.finished.line < oom.line)
-        for each in startup.captures
-    )
-    finished = any(event.line < oom.line for log in startup.ranks.values() for event in log.vllm.finished)
-    some_engine = not oom.rank.named and any(limits.line < oom.line for limits in startup.limits)
-    return ended or finished or some_engine or _up_before(startup, oom)
+    return [oom for oom in startup.ooms if oom.line < first or (oom not in own and up_before(startup, oom))]
