@@ -64,6 +64,7 @@ LINES = {
     "errors": "ValueError: x\n",
     "errors of a numbered rank": "[rank7]: ValueError: x\n",
     "bars": BAR.format(8192, 0, 0),
+    "ends and bars": "Received sigquit from a child process.\n" + BAR.format(8192, 0, 0),
     "failures": "Exception: Capture prefill CUDA graph failed: nvcc not found\n",
 }
 FEW, MANY, TIMES = 50, 800, 3_000

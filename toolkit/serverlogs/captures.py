@@ -10,7 +10,6 @@ from toolkit.serverlogs import events as ev
 from toolkit.serverlogs.blame import LONGEST_TRACEBACK, MOST_NEAR, is_rank, of_its_card, whose
 from toolkit.serverlogs.caught import goes_on, goes_on_inside, is_fatal, may_be_caught
 from toolkit.serverlogs.events_vllm import VllmGraphFinished
-from toolkit.serverlogs.running import lowest_rank
 from toolkit.serverlogs.startup import (
     MOST_BUCKETS,
     BucketPoint,
@@ -82,7 +81,7 @@ def _bar(startup: Startup, event: ev.BucketBar) -> None:
         # The last state of a bar may be printed after the end line.
         if event.done is not None and event.done == event.total and not startup.phases_seen.isdisjoint(phases):
             return
-        rank = event.rank if is_rank(startup, event.rank) else lowest_rank(startup.ranks or [event.rank])
+        rank = event.rank if is_rank(startup, event.rank) else startup.lowest or event.rank
         capture = Capture(rank, "target", phases[0])
         _add(startup, startup.log_of(rank), capture)
         startup.keep(startup.drawn, capture)

@@ -47,7 +47,7 @@ from toolkit.serverlogs.events_vllm import (
 )
 from toolkit.serverlogs.lines import Counters
 from toolkit.serverlogs.prefill_stats import PrefillStats
-from toolkit.serverlogs.running import Running, order
+from toolkit.serverlogs.running import Running, lowest_rank, order
 
 T = TypeVar("T")
 
@@ -322,6 +322,7 @@ class Startup:
     running: Running = field(default_factory=Running, repr=False)
     drawn: list[Capture] = field(default_factory=list, repr=False)
     phases_seen: set[str] = field(default_factory=set, repr=False)
+    lowest: Rank | None = field(default=None, repr=False)
     # Ranks by torchrun's number, of so many ranks; see `blame`.
     world: tuple[int, dict[int, Rank | None]] = field(default=(0, {}), repr=False)
 
@@ -348,6 +349,7 @@ class Startup:
             log = RankLog(rank)
             if len(self.ranks) < MOST_RANKS:
                 self.ranks[rank] = log
+                self.lowest = rank if self.lowest is None else lowest_rank((self.lowest, rank))
             else:
                 self.not_kept += 1
         return log
