@@ -88,6 +88,13 @@ def test_memory_that_ran_out_before_the_captures_is_not_said_to_have_after_them(
     assert "OOM_BEFORE_CAPTURE" in codes and "OOM_AFTER_CAPTURE" not in codes
 
 
+def test_memory_that_ran_out_is_told_wherever_the_log_begins() -> None:
+    """No start-up is in these logs: of the first not even who wrote it, the second serves."""
+    assert said(diagnose(OOM)) == [("SERVER_FAILED", "warning")]
+    assert said(diagnose(HEAD + OOM + DIED)) == [("SERVER_FAILED", "error")]
+    assert ("OOM_AFTER_CAPTURE", "error") in said(diagnose(B + OOM))
+
+
 def two(text: str) -> str:
     return of_rank(text, "TP0") + of_rank(text, "TP1")
 

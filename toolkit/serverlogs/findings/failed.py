@@ -10,6 +10,7 @@ from toolkit.serverlogs.events import CaptureFailed, ErrorLine
 from toolkit.serverlogs.findings.caught import caught
 from toolkit.serverlogs.findings.facts import Facts, gib, labels, of_ranks, quoted
 from toolkit.serverlogs.findings.finding import Finding
+from toolkit.serverlogs.findings.memory_words import captured_before, who
 from toolkit.serverlogs.startup import Capture, Startup
 
 _ALMOST_NONE_GIB = 0.1
@@ -182,6 +183,7 @@ def _but_little_was_free(group: list[Capture]) -> str:
 def server_failed(facts: Facts) -> Iterator[Finding]:
     """The server ended with an error that no other finding explains, or the log's last word is an exception."""
     startup = facts.startup
+    yield from _of_nobody(startup)
     failed = [each for each in startup.captures if each.outcome == "failed" and not each.survived]
     explained = any(_says_why(each) and _kind(_words(each), facts) is not None for each in failed)
     if startup.ooms or explained or stops_in_traceback(startup) or not ends_in_error(startup):
@@ -208,6 +210,21 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
         advice,
         None,
         labels(ranks),
+    )
+
+
+def _of_nobody(startup: Startup) -> Iterator[Finding]:
+    """Memory ran out where no line says who ran, so that none of the findings about memory can say when."""
+    ooms = startup.ooms
+    if startup.ranks or not ooms or captured_before(startup, ooms[0]):
+        return
+    fatal = [error.line for error in startup.errors if error.fatal]
+    yield Finding(
+        "SERVER_FAILED",
+        "error" if fatal else "warning",
+        f"Memory ran out: {who(ooms[0])}. Of which rank and at which point of a start, the log does not say.",
+        (*(oom.line for oom in ooms), *fatal),
+        "Give the log from the server's start on, standard output and standard error together.",
     )
 
 

@@ -23,8 +23,10 @@ def who(oom: OutOfMemory) -> str:
 
 def up_before(startup: Startup, oom: OutOfMemory) -> bool:
     """Whether the engine that ran out was up by then, as far as the log shows: one may be up before another."""
-    ready = startup.ready is not None and startup.ready.line < oom.line
-    return ready or any(each.line < oom.line and same_engine(each.rank, oom.rank) for each in startup.limits)
+    serves = [*startup.prefills.first_line.values(), *([startup.ready.line] if startup.ready is not None else [])]
+    return min(serves, default=oom.line) < oom.line or any(
+        each.line < oom.line and same_engine(each.rank, oom.rank) for each in startup.limits
+    )
 
 
 def captured_before(startup: Startup, oom: OutOfMemory) -> bool:
