@@ -216,7 +216,9 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
 def _of_nobody(startup: Startup) -> Iterator[Finding]:
     """Memory ran out where no line says who ran, so that none of the findings about memory can say when."""
     ooms = startup.ooms
-    if startup.ranks or not ooms or captured_before(startup, ooms[0]):
+    known = startup.ranks and startup.engine != "unknown"
+    inside = any(each.outcome == "oom" for each in startup.captures)
+    if known or inside or not ooms or captured_before(startup, ooms[0]):
         return
     fatal = [error.line for error in startup.errors if error.fatal]
     yield Finding(
