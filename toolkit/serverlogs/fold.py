@@ -171,7 +171,7 @@ def _engine_start(startup: Startup, event: ev.EngineStart) -> None:
 
 
 def _init_begin(startup: Startup, event: ev.InitBegin) -> None:
-    startup.log_of(event.rank)
+    startup.log_of(event.rank).begun += 1
 
 
 def _init(startup: Startup, event: ev.InitDistributed) -> None:
