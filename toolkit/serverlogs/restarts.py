@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.serverlogs import events as ev
 from toolkit.serverlogs import events_vllm as vllm
+from toolkit.serverlogs.nodes import of_several_nodes, same_server
 from toolkit.serverlogs.startup import RankLog, Startup
 
 _BEGINNINGS = {ev.EngineStart, ev.InitBegin, ev.InitDistributed, ev.WeightsBegin, vllm.VllmModelLoaded}
@@ -34,6 +35,8 @@ def _another_start(startup: Startup, event: ev.EngineStart) -> bool:
     if startup.start is None:
         # Arguments come first; whatever was said before them belongs to the server before.
         return bool(startup.ranks) or startup.ready is not None
+    if of_several_nodes(event) and same_server(startup.start, event) and not (startup.ranks or startup.errors):
+        return False  # the nodes of one server, behind prefixes that name none
     # Data-parallel vLLM engines print their arguments one after the other.
     return event.engine != "vllm" or event.rank == startup.start.rank or startup.ready is not None
 
