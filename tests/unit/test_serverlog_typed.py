@@ -41,6 +41,15 @@ def test_what_somebody_typed_is_no_event(typed: str, before: str) -> None:
     assert [finding.code for finding in diagnosis.findings if finding.severity != "info"] == []
 
 
+@pytest.mark.parametrize("before", ["E   ", "prompt> ", "Process Process-1: "])
+def test_a_traceback_behind_an_odd_prefix_counts_if_nothing_goes_on(before: str) -> None:
+    trace = f"{before}Traceback (most recent call last):\n{before}  File x\n{before}{OOM}\n"
+    step = line("Decode batch, #running-req: 1, #token: 84, cuda graph: True")
+    for after, found in (("", 2), (line(QUIT), 3), (step, 0), (batch(5000, graph=True), 1)):
+        known = list(parse(CLEAN.encode()))
+        assert len(list(parse((CLEAN + trace + after).encode()))) - len(known) == found
+
+
 @pytest.mark.parametrize("before", ["", "  | ", "    | ", "[rank0]: ", "sglang-1 | ", "ERROR:    "])
 def test_an_exception_that_stands_alone_is_one(before: str) -> None:
     found = list(parse((CLEAN + before + OOM + "\n").encode()))

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 
 from toolkit.serverlogs import failures, sglang, vllm
 from toolkit.serverlogs.bars import TITLES, has_bar, parse_bars
-from toolkit.serverlogs.events import NO_RANK, Event, PrefillLine, Rank
+from toolkit.serverlogs.events import (
+    NO_RANK,
+    CaptureFailed,
+    ErrorLine,
+    Event,
+    OutOfMemory,
+    PrefillLine,
+    Rank,
+    TracebackHead,
+)
 from toolkit.serverlogs.failures import Parser
 from toolkit.serverlogs.lines import Counters, Source, read_lines
 from toolkit.serverlogs.prefixes import Prefixes, rank_in
@@ -53,6 +62,8 @@ _VALUE = re.compile(r"[=:({\[,] ?'|=\"|[:({\[,] \"")
 _FARTHEST = 240
 _MOST_WORDS_BEFORE = 5
 _MOST_TRIES = 4
+_MOST_HELD = 50
+_FAILURES = (CaptureFailed, ErrorLine, OutOfMemory, TracebackHead)
 # A server writes these itself: `[2026-08-27 00:00:52 TP0] `, and vLLM `[gpu_model_runner.py:1234] `.
 _OWN_BRACKET = re.compile(r"\[(?:20\d\d-|[\w/.-]{1,80}\.py:\d)", re.ASCII)
 _NEXT_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]\n]{0,100}\] ")
@@ -100,11 +111,16 @@ def parse(source: Source, counters: Counters | None = None) -> Iterator[Event]:
             found = reader.words(text[start:], number, rank, bare, 1 if bare else _MOST_TRIES)
         else:
             found = reader.lines(text, start, number, rank, bare)
+        if reader.held:
+            found = reader.settled(found, ignored)
         for event in found:
             counters.events += 1
             if type(event) is not PrefillLine:
                 counters.stamp(number, text)
             yield event
+    for event in reader.settled((), ignored, at_end=True):
+        counters.events += 1
+        yield event
     counters.ignored += ignored
 
 
@@ -116,6 +132,9 @@ class _Reader:
         self.prefixes = Prefixes(_says)
         # Servers whose words were found where lines begin: what they write elsewhere in a line is somebody's text.
         self.at_start: set[str] = set()
+        # A traceback behind a prefix that no other line has, till it is known whether anything goes on after it.
+        self.held: list[Event] = []
+        self._steps: int | None = None
 
     def lines(self, text: str, start: int, line: int, rank: Rank, bare: bool) -> tuple[Event, ...]:
         """The facts of a line whose words begin at `start`, and of those that were written right behind them."""
@@ -156,6 +175,18 @@ class _Reader:
             return self.words(text[start:], line, named, bare, tries - 1)
         return self._anywhere(text, line, rank, bare)
 
+    def settled(self, found: tuple[Event, ...], steps: int, at_end: bool = False) -> tuple[Event, ...]:
+        """`found` with what was held before it: of a server that serves on, that was something somebody typed.
+
+        `steps` are the decode steps and requests read so far: more of them show that it serves.
+        """
+        if not found and not at_end:
+            self._steps = steps if self._steps is None else self._steps
+            return ()
+        died = steps == self._steps and all(isinstance(event, _FAILURES) for event in found)
+        held, self.held, self._steps = tuple(self.held) if died else (), [], None
+        return (*held, *found)
+
     def _levelled(self, text: str, line: int, rank: Rank, bare: bool, tries: int) -> tuple[Event, ...]:
         """After `INFO:`; an address there is the start of a request's line."""
         if text[:1].isdigit() or not text:
@@ -174,6 +205,8 @@ class _Reader:
         if not bare or rank.server in self.at_start:
             if bare and (at := _in_group(text)):
                 return self.words(text[at:], line, rank, bare, 0)
+            if bare and len(self.held) < _MOST_HELD and (at := _traceback(text)):
+                self.held += self._behind(text, at, line, rank)
             self.counters.unknown += 1
             return ()
         if at := _traceback(text):
