@@ -21,7 +21,7 @@ _SGLANG = """
     cuda_graph_max_bs_decode cuda_graph_bs_prefill cuda_graph_bs_decode cuda_graph_max_bs cuda_graph_bs
     disable_piecewise_cuda_graph enable_piecewise_cuda_graph enforce_piecewise_cuda_graph
     piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens piecewise_cuda_graph_compiler enable_mis
-    language_only encoder_only
+    language_only encoder_only nnodes dist_init_addr
 """
 _VLLM = """
     model tensor_parallel_size pipeline_parallel_size data_parallel_size dtype max_seq_len quantization
