@@ -173,3 +173,17 @@ def test_help_tells_a_margin_from_a_need(command: str, capsys: pytest.CaptureFix
     assert main([command, "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Margin" in words and "Need" in words and words.count("on top of") == 2
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_the_table_of_policies_has_whole_words_at_every_width(columns: int) -> None:
+    plan = toolkit.plan(
+        model="qwen3-8b", gpu="h100-80gb", mem_fraction=0.95, post_capture_gib=1, sglang_version="0.5.17"
+    )
+    text = io.StringIO()
+    for part in plan_view(plan):
+        Console(file=text, width=columns).print(part)
+    lines = text.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines if "GiB  " in line) <= columns
+    for words in (*plan.policies, "PrefillCudaGraphRunner", "EagerRunner", "uncertain", "431,806"):
+        assert any(words in line for line in lines), words

@@ -158,3 +158,36 @@ def test_lines_that_are_not_known_are_counted_and_not_guessed_at() -> None:
     )
     assert list(parse(text, counters)) == []
     assert (counters.lines, counters.unknown, counters.ignored) == (6, 2, 4)
+
+
+# --- words that were printed before a line ------------------------------------------------------------------------
+
+AT = "[2026-08-27 00:00:00] "
+
+
+@pytest.mark.parametrize("words", ["compiling kernels ", "pre-tune done ", "autotune 3 ", "done: "])
+def test_words_before_one_line_name_no_server(words: str) -> None:
+    found = events(f"{AT}Load weight begin. avail mem=9.00 GB\n{words}{AT}{WORDS}\n{AT}{WORDS}")
+    assert [event.rank for event in found] == [NO_RANK] * 3
+
+
+def test_a_pod_that_comes_later_is_a_server() -> None:
+    found = events(f"{AT}{WORDS}\n" + f"sg-5d9f server {AT}{WORDS}\n" * 3)
+    assert [event.rank.server for event in found][2:] == ["sg-5d9f server"] * 2
+    assert [event.rank.server for event in events("".join(f"{pod} x {AT}{WORDS}\n" for pod in "ab"))] == ["a x", "b x"]
+
+
+@pytest.mark.parametrize("first", ["", f"{AT}{WORDS}\n"])
+def test_a_servers_own_words_are_never_a_prefix(first: str) -> None:
+    memory = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    found = events(f"{first}{f'CUDA out of memory. {AT}foo' + chr(10)}" * 2 + memory)
+    assert isinstance(found[-1], OutOfMemory)
+    assert found[-1].message == memory
+    bar = "Capturing num tokens (num_tokens=8 avail_mem=2.00 GB):   0%|   | 0/2 [00:00<?, ?it/s]"
+    assert events(f"{first}Capturing num tokens {AT}foo\n{bar}")[-1:] == events(f"\n\n{bar}" if first else f"\n{bar}")
+
+
+def test_actors_of_ray_that_are_called_like_workers_are_no_workers_of_vllm() -> None:
+    for actor, process in (("WorkerDict", "WorkerDict pid 5"), ("Worker_TP0", ""), ("RayWorkerWrapper", "")):
+        (event,) = events(f"({actor} pid=5) {AT}{WORDS}")
+        assert event.rank.process == process

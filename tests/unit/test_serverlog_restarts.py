@@ -138,3 +138,35 @@ def test_a_vllm_worker_that_loads_again_after_it_sized_its_cache_is_a_restart() 
     sized = "(Worker_TP0 pid=11) INFO 08-27 00:00:21 [x.py:1] Available KV cache memory: 50.00 GiB"
     assert len(starts([loaded, sized, loaded, sized])) == 2
     assert len(starts([loaded, loaded.replace("TP0", "TP1"), sized, sized.replace("TP0", "TP1")])) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # Two processes of one server whose format names no rank.
+        (ARGUMENTS, *LOADING[:1] * 2, *WEIGHTS[:1] * 2, *WEIGHTS[1:] * 2, *CAPTURE, *END, READY),
+        (*LOADING[:1] * 2, *WEIGHTS[:1] * 2, *WEIGHTS[1:] * 2, *CAPTURE, *END, READY),
+        # A target and its draft, of whose lines one is missing.
+        (ARGUMENTS, *LOADING[:1], *WEIGHTS[:1], *LOADING[:1], *WEIGHTS, *CAPTURE, *END, READY),
+        (ARGUMENTS, *LOADING[:1], *WEIGHTS[:1], *WEIGHTS, *CAPTURE, *END, READY),
+    ],
+)
+@pytest.mark.parametrize("rank", ["", " TP0"])
+def test_a_second_beginning_alone_is_no_restart(words: tuple[str, ...], rank: str) -> None:
+    (startup,) = starts(lines(words, rank))
+    assert startup.ready is not None
+
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_memory_that_ran_out_ends_a_start_only_if_nothing_goes_on() -> None:
+    tried = [*lines((*LOADING, *WEIGHTS, *CAPTURE)), OOM]
+    draft = lines((*LOADING, *WEIGHTS, *END[1:], READY))
+    assert len(starts([*lines((ARGUMENTS,)), *tried, *lines(END[:1]), *draft])) == 1
+    assert len(starts([*tried, *draft])) == 2
+
+
+def test_a_rank_that_goes_on_does_not_hide_that_another_died() -> None:
+    ranks = [lines((*LOADING, *WEIGHTS, *CAPTURE), f" TP{rank}") for rank in (0, 1)]
+    assert len(starts([*ranks[0], *ranks[1], OOM, *lines(END[:1], " TP0"), *ranks[0], *ranks[1]])) == 2

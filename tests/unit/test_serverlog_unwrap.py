@@ -40,6 +40,10 @@ def test_the_text_of_an_object_is_the_line(wrapped: str) -> None:
         ({"resource": {"type": "k8s", "labels": {"pod_name": "sg-1"}}}, "sg-1"),
         ({"container_name": "/ecs-task-3"}, "ecs-task-3"),
         ({"_HOSTNAME": "gpu1"}, "gpu1"),
+        ({"_HOSTNAME": "gpu1", "_SYSTEMD_UNIT": "sgl-a.service", "_PID": "7"}, "gpu1 sgl-a.service"),
+        ({"_HOSTNAME": "gpu1", "_SYSTEMD_UNIT": "sgl@a.service"}, "gpu1 sgl.a.service"),
+        ({"_HOSTNAME": "gpu1", "_SYSTEMD_UNIT": "session-3.scope", "SYSLOG_IDENTIFIER": "sgl"}, "gpu1 sgl"),
+        ({"_SYSTEMD_UNIT": "user@1000.service", "_SYSTEMD_USER_UNIT": "sgl.service"}, "sgl.service"),
         ({"kubernetes": "no object", "container_name": 5}, ""),
     ],
 )
@@ -80,3 +84,36 @@ def test_what_is_no_such_object_is_no_error(line: str) -> None:
     ((number, text),) = read_lines(line + "\n")
     assert number == 1
     assert text.encode()
+
+
+# systemd.journal-fields: _SYSTEMD_UNIT and _PID say which service and which process wrote a line.
+@pytest.mark.parametrize("key", ["_SYSTEMD_UNIT", "SYSLOG_IDENTIFIER", "_PID"])
+@pytest.mark.parametrize("values", [("1.service", "2.service"), ("1", "2")])
+def test_two_services_of_a_host_are_two_servers(key: str, values: tuple[str, str]) -> None:
+    values = values if key != "_PID" else ("1", "2")
+    lines = (LOGS / "sglang_clean.log").read_text().splitlines()
+    journal = [json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu1", key: value}) for line in lines for value in values]
+    found = read_log("\n".join(journal).encode()).startups
+    assert len({startup.server for startup in found}) == len(found) == 2
+    assert all(startup.ready for startup in found)
+
+
+PLAIN = "".join(f"[2026-08-27 00:00:0{second}] Memory pool end. avail mem=12.70 GB\n" for second in range(5))
+QUIT = "Received sigquit from a child process."
+
+
+@pytest.mark.parametrize("typed", [{"user": "bob", "message": QUIT}, {"role": "user", "line": QUIT}, {"log": QUIT}])
+def test_an_object_between_plain_lines_is_what_somebody_sent(typed: dict[str, str]) -> None:
+    assert [type(event).__name__ for event in parse((PLAIN + json.dumps(typed)).encode())] == ["MemoryPoolEnd"] * 5
+
+
+def test_objects_after_a_few_plain_lines_are_of_the_server() -> None:
+    first = "".join(PLAIN.splitlines(keepends=True)[:2])
+    objects = [json.dumps({"level": "info", "message": "Memory pool end. avail mem=12.70 GB"})] * 9
+    mixed = [*objects, *PLAIN.splitlines(), *objects]
+    assert len(list(parse((first + "\n".join(mixed)).encode()))) == 2 + 9 + 5 + 9
+
+
+@pytest.mark.parametrize("sure", [{"log": QUIT, "stream": "stderr"}, {"MESSAGE": QUIT, "_PID": "7"}])
+def test_an_object_that_only_a_collector_writes_is_one_anywhere(sure: dict[str, str]) -> None:
+    assert len(list(parse((PLAIN + json.dumps(sure)).encode()))) == 6

@@ -9,6 +9,7 @@ from toolkit.serverlogs import events as ev
 from toolkit.serverlogs import events_vllm as vllm
 from toolkit.serverlogs.captures import CAPTURE_HANDLERS, OF_FAILURES, went_on
 from toolkit.serverlogs.lines import Counters, Source
+from toolkit.serverlogs.nodes import join_nodes
 from toolkit.serverlogs.parse import parse
 from toolkit.serverlogs.prefill_stats import MOST_LENGTHS, LengthCount
 from toolkit.serverlogs.restarts import begins_anew, engine_of
@@ -80,11 +81,13 @@ class Starts:
     def finished(self) -> list[Startup]:
         """All starts, first line first. Those of one name that ran beside each other are called by their process.
 
-        What other programs beside the servers said (errors of theirs) is no start.
+        What other programs beside the servers said (errors of theirs) is no start. Nodes of one server, of which each
+        has a lane of its own until here, are put together.
         """
         self._kept = [startup for startup in self._kept if startup.of_an_engine] or self._kept
         for number, startup in enumerate(self._kept if not self.dropped else ()):
             startup.index = number
+        self._kept = join_nodes(self._kept)
         for name, lanes in self._lanes.items():
             of_name = [startup for startup in self._kept if startup.server == name] if lanes else []
             for startup in _beside_each_other(of_name):
@@ -177,7 +180,7 @@ def _engine_start(startup: Startup, event: ev.EngineStart) -> None:
 
 
 def _init_begin(startup: Startup, event: ev.InitBegin) -> None:
-    startup.log_of(event.rank)
+    startup.log_of(event.rank).begun += 1
 
 
 def _init(startup: Startup, event: ev.InitDistributed) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,9 @@ Source = str | os.PathLike[str] | bytes | Iterable[str] | Iterable[bytes] | IO[s
 _ANSI = re.compile(r"\x1b(?:\[[0-9;:?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b\n\r]{0,200}(?:\x07|\x1b\\)|[()][0-9A-Za-z])")
 _TIME = re.compile(r"(?<!\d)(?:\d{4}-\d\d-\d\d[T ]|\d\d-\d\d )\d\d:\d\d:\d\d(?!\d)", re.ASCII)
 _MOST_TIMES = 20_000
+# What a server puts before its words: SGLang `[2026-08-27 00:00:52 TP0] `, vLLM `[gpu_model_runner.py:1234] `.
+_SERVER_LINE = re.compile(r"\[20\d\d-\d\d-\d\d \d\d:|\.py:\d{1,6}\] ", re.ASCII)
+_FEW_PLAIN = 3
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 31  # zlib's way to say: the largest window, in a gzip wrapper
 _WIDE_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -98,12 +101,10 @@ def read_lines(source: Source, counters: Counters | None = None) -> Iterator[tup
         InvalidInput: as `open_source`; nothing else, whatever the bytes are.
     """
     counters = counters if counters is not None else Counters()
-    number = 1
+    number, objects = 1, _Objects()
     for block in _blocks(_unpacked(open_source(source), counters), counters):
         text = _text(block, counters)
-        lines = text.split("\n")
-        if text.startswith("{") or "\n{" in text:
-            lines = list(map(_unwrapped, lines))
+        lines = objects.lines(text)
         for line in lines:
             if "\r" in line:
                 for part in line.split("\r"):
@@ -116,12 +117,37 @@ def read_lines(source: Source, counters: Counters | None = None) -> Iterator[tup
         counters.lines = number if lines[-1] else number - 1
 
 
-def _unwrapped(line: str) -> str:
-    """The text inside a line that is a JSON object of a log collector, its lines as parts of one; others unchanged."""
-    text = unwrapped(line) if line.startswith("{") and len(line) <= MAX_LINE else None
-    if text is None:
-        return line
-    return _ANSI.sub("", text).rstrip("\n").replace("\n", "\r")
+class _Objects:
+    """Takes the text out of JSON objects of log collectors.
+
+    Where a server writes plain lines, an object with a message or a line is one that somebody sent to it. A few plain
+    lines may come before a logger that writes objects is set up.
+    """
+
+    def __init__(self) -> None:
+        self._plain = self._read = 0
+
+    def lines(self, text: str) -> list[str]:
+        """The lines of `text`."""
+        lines = text.split("\n")
+        if text.startswith("{") or "\n{" in text:
+            return list(map(self._line, lines))
+        if self._plain <= _FEW_PLAIN:
+            self._plain += sum(1 for _ in islice(_SERVER_LINE.finditer(text), _FEW_PLAIN + 1))
+        return lines
+
+    def _line(self, line: str) -> str:
+        """The text inside a line that is an object, its lines as parts of one; others unchanged."""
+        if not line.startswith("{"):
+            if self._plain <= _FEW_PLAIN and _SERVER_LINE.search(line):
+                self._plain += 1
+            return line
+        typed = self._read < self._plain and self._plain > _FEW_PLAIN
+        text = unwrapped(line, certain=typed) if len(line) <= MAX_LINE else None
+        if text is None:
+            return line
+        self._read += not typed
+        return _ANSI.sub("", text).rstrip("\n").replace("\n", "\r")
 
 
 def _shortened(part: str, counters: Counters) -> str:

@@ -8,6 +8,7 @@ and vLLM's `(Worker_TP0 pid=123, ip=10.0.0.1) `, levels, and `[gpu_model_runner.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from toolkit.serverlogs.events import NO_RANK, Rank
@@ -65,9 +66,11 @@ _RANK = re.compile(r"(?<![A-Za-z])(DP|PP|TP|EP)_?(\d{1,5})(?![A-Za-z0-9])", re.A
 _GLOBAL_RANK = re.compile(r"rank ?(\d{1,5})$", re.ASCII)
 _SWARM_TASK = re.compile(r"(.{1,90}\.\d{1,4})\.[a-z0-9]{1,30}$")
 _POD = "pod/"
-# Names of vLLM's own processes: several belong to one server.
+# Names of vLLM's own processes, perhaps with a rank behind: several belong to one server. Not so Ray's `WorkerDict`.
 _OF_ENGINE = ("APIServer", "ApiServer", "EngineCore")
-_OF_VLLM = (*_OF_ENGINE, "Worker", "VllmWorker", "RayWorker")
+_OF_VLLM = re.compile(
+    rf"(?:{'|'.join(_OF_ENGINE)}|Worker(?:Proc)?|VllmWorker(?:Process)?|RayWorker(?:Wrapper|Proc)?)(?![A-Za-z])"
+)
 _REPLICA = "ServeReplica:"
 
 
@@ -86,13 +89,21 @@ def rank_in(text: str, outer: Rank = NO_RANK) -> Rank:
 
 
 class Prefixes:
-    """Finds where the words begin, remembering what it has seen: a log has few different prefixes."""
+    """Finds where the words begin, remembering what it has seen: a log has few different prefixes.
 
-    def __init__(self) -> None:
+    Args:
+        says: whether a text begins with words of a server, which are never a prefix.
+    """
+
+    def __init__(self, says: Callable[[str], bool]) -> None:
+        self._says = says
         self._plain: dict[str, Rank] = {}
         # What stands before the bracket: the rank that it names, and by the bracket's inside the rank of the line.
         self._outer: dict[tuple[bool, str], tuple[Rank, dict[str, Rank]] | None] = {}
         self._learned: dict[str, Rank] = {}
+        # Whether a line was understood without a learned name, and names that stood on one line since.
+        self._understood = False
+        self._once: set[str] = set()
 
     def plain(self, inside: str) -> Rank:
         """The rank of `[2026-08-27 00:00:52 TP0] ` by what follows the time there."""
@@ -122,8 +133,9 @@ class Prefixes:
         if key in self._outer:
             known = self._outer[key]
         else:
+            waiting = len(self._once)
             known = self._before_bracket(line[:inner], begin)
-            if len(self._outer) < _MOST_CACHED:
+            if len(self._outer) < _MOST_CACHED and len(self._once) == waiting:
                 self._outer[key] = known
         if known is None:
             return self._strip(line, begin, carried)
@@ -132,21 +144,48 @@ class Prefixes:
             rank = replace(rank, server=carried.server, process=rank.process or carried.process)
         return end + 2, rank
 
+    def strip_behind(self, words: str, outer: Rank) -> tuple[int, Rank]:
+        """The same behind a server's own bracket: nothing is learned there, for one more may be what somebody typed."""
+        time = _TIME.match(words)
+        return self._strip(words, time.end() if time else 0, outer)
+
     def _before_bracket(self, outer: str, begin: int) -> tuple[Rank, dict[str, Rank]] | None:
         """What `outer`, which stands before a server's bracket, names; a name that is not known is learned."""
         at, rank = self._strip(outer, begin, NO_RANK)
-        named = _POD_AND_CONTAINER.match(outer, at) or _STREAM.match(outer, at)
-        if named is not None:
-            self._learn(named[0], replace(rank, server=rank.server or named[0].strip().replace(" › ", " ")))
-            at, rank = self._strip(outer, begin, NO_RANK)
-        elif _UNKNOWN.fullmatch(outer, at) and _is_a_name(outer[at:]):
-            self._learn(outer[at:], rank)
-            at = len(outer)
-        return (rank, {}) if at == len(outer) else None
+        if at < len(outer):
+            name, server = self._unknown(outer, at, rank.server)
+            if not name or not self._is_a_prefix(name):
+                return None
+            if len(self._learned) < _MOST_LEARNED and (any(map(str.isalpha, name)) or not any(map(str.isdigit, name))):
+                self._learned[name] = Rank(server=server)
+            at, rank = len(outer), replace(rank, server=server)
+        elif not any(name in outer for name in self._learned):
+            self._understood = True
+        return rank, {}
 
-    def _learn(self, name: str, rank: Rank) -> None:
-        if len(self._learned) < _MOST_LEARNED and any(map(str.isalpha, name)):
-            self._learned[name] = Rank(server=rank.server)
+    def _unknown(self, outer: str, at: int, server: str) -> tuple[str, str]:
+        """A name that begins at `at` and the server that it stands for, empty when what stands there is no name.
+
+        A pod and its container are on each of their lines. Two words that were printed before one line are not them.
+        """
+        named = _POD_AND_CONTAINER.match(outer, at) or _STREAM.match(outer, at)
+        if named is not None and self._strip(outer, named.end(), NO_RANK)[0] == len(outer):
+            pod = named[0].split(" ", 1)[0]
+            of_cluster = not (self._plain or self._understood) or any(sign.isdigit() or sign == "-" for sign in pod)
+            if server or of_cluster:
+                return named[0], server or named[0].strip().replace(" › ", " ")
+        name = outer[at:]
+        return (name, server) if _UNKNOWN.fullmatch(name) and _is_a_name(name) else ("", server)
+
+    def _is_a_prefix(self, name: str) -> bool:
+        """Whether `name` stands before lines, and was not printed before one: lines came without it, it came once."""
+        if self._says(name):
+            return False
+        if name in self._once or not (self._plain or self._understood):
+            return True
+        if len(self._once) < _MOST_CACHED:
+            self._once.add(name)
+        return False
 
     def _strip(self, line: str, begin: int, carried: Rank) -> tuple[int, Rank]:
         at, named, server, worker, process = begin, "", "", "", ""
@@ -172,6 +211,8 @@ class Prefixes:
                     server = f"{server} {inside}".lstrip()
                 elif whole := _GLOBAL_RANK.match(inside):
                     worker = f"rank {whole[1]}"
+                elif inside.startswith("pid "):
+                    process = process or inside
                 else:
                     # The first 20 characters are a time stamp, which would make every prefix a new one.
                     named = named or _ranks_only(inside)
@@ -179,7 +220,7 @@ class Prefixes:
                 actor = match["actor"] or ""
                 named = named or _ranks_only(actor)
                 worker = worker if actor.startswith((*_OF_ENGINE, _REPLICA)) else f"pid {match['pid']}"
-                if not actor.startswith(_OF_VLLM):
+                if not _OF_VLLM.match(actor):
                     process = process or " ".join(filter(None, (actor, f"pid {match['pid']}", match["ip"])))
             elif kind in ("name", "ranks"):
                 named = named or _ranks_only(match[kind])

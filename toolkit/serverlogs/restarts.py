@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.serverlogs import events as ev
 from toolkit.serverlogs import events_vllm as vllm
+from toolkit.serverlogs.nodes import of_several_nodes, same_server
 from toolkit.serverlogs.startup import RankLog, Startup
 
 _BEGINNINGS = {ev.EngineStart, ev.InitBegin, ev.InitDistributed, ev.WeightsBegin, vllm.VllmModelLoaded}
@@ -34,6 +35,8 @@ def _another_start(startup: Startup, event: ev.EngineStart) -> bool:
     if startup.start is None:
         # Arguments come first; whatever was said before them belongs to the server before.
         return bool(startup.ranks) or startup.ready is not None
+    if of_several_nodes(event) and same_server(startup.start, event) and not (startup.ranks or startup.errors):
+        return False  # the nodes of one server, behind prefixes that name none
     # Data-parallel vLLM engines print their arguments one after the other.
     return event.engine != "vllm" or event.rank == startup.start.rank or startup.ready is not None
 
@@ -86,10 +89,11 @@ def _kinds(rank: ev.Rank) -> tuple[bool, ...]:
 def _stopped_midway(startup: Startup, rank: ev.Rank) -> bool:
     """Whether `rank` was in the middle of loading or of a capture: what begins then again was killed before.
 
-    A draft worker begins when its target's weights are loaded, and when a capture is over or not begun.
+    A draft worker begins when its target's weights are loaded, and when a capture is over or not begun. A server whose
+    arguments the log has would say them again; without, a line may be missing, or a rank may not be named.
     """
     log = startup.ranks.get(rank)
-    if log is None:
+    if log is None or startup.start is not None or len(log.weights) < log.begun:
         return False
     weights = log.weights[-1] if log.weights else None
     if weights is not None and weights.begin is not None and weights.end is None:
@@ -102,8 +106,19 @@ def _stopped_midway(startup: Startup, rank: ev.Rank) -> bool:
 
 
 def has_failed(startup: Startup) -> bool:
-    """Whether something ended it: memory, a capture, a fatal error, a person."""
-    return bool(startup.failures or startup.ooms or startup.interrupted) or any(error.fatal for error in startup.errors)
+    """Whether something ended it: memory, a capture, a fatal error, a person. What it outlived did not."""
+    fatal = [error for error in startup.errors if error.fatal]
+    last = max((said[-1].line for said in (startup.failures, startup.ooms, fatal) if said), default=0)
+    return startup.interrupted is not None or (last > 0 and not _went_on_after(startup, last))
+
+
+def _went_on_after(startup: Startup, line: int) -> bool:
+    """Whether it was up after that, or each of its ranks read its memory again: one alone may outlive another."""
+    up = (*startup.limits[-1:], startup.ready)
+    if any(said is not None and said.line > line for said in up):
+        return True
+    logs = startup.ranks.values()
+    return bool(logs) and all(log.readings and log.readings[-1].line > line for log in logs)
 
 
 _ONLY_SGLANG = (

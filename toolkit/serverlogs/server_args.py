@@ -12,16 +12,16 @@ from toolkit.serverlogs.words import integers
 # SGLang's names, old and new builds.
 _SGLANG = """
     model_path mem_fraction_static chunked_prefill_size max_prefill_tokens max_total_tokens max_running_requests
-    context_length base_gpu_id gpu_id_step tp_size pp_size dp_size ep_size attn_cp_size dcp_size
-    attention_backend prefill_attention_backend decode_attention_backend kv_cache_dtype quantization dtype
-    device page_size enable_dp_attention enable_torch_compile enable_lora enable_memory_saver
-    enable_deterministic_inference enable_hierarchical_cache cpu_offload_gb disaggregation_mode moe_a2a_backend
-    deepep_mode enable_two_batch_overlap enable_eplb speculative_algorithm speculative_num_draft_tokens
-    disable_cuda_graph disable_decode_cuda_graph disable_prefill_cuda_graph cuda_graph_backend_prefill
-    cuda_graph_backend_decode cuda_graph_max_bs_prefill cuda_graph_max_bs_decode cuda_graph_bs_prefill
-    cuda_graph_bs_decode cuda_graph_max_bs cuda_graph_bs disable_piecewise_cuda_graph
-    enable_piecewise_cuda_graph enforce_piecewise_cuda_graph piecewise_cuda_graph_max_tokens
-    piecewise_cuda_graph_tokens piecewise_cuda_graph_compiler enable_mis language_only encoder_only
+    context_length tp_size pp_size dp_size ep_size attn_cp_size dcp_size attention_backend prefill_attention_backend
+    decode_attention_backend kv_cache_dtype quantization dtype device page_size enable_dp_attention
+    enable_torch_compile enable_lora enable_memory_saver enable_deterministic_inference enable_hierarchical_cache
+    cpu_offload_gb disaggregation_mode moe_a2a_backend deepep_mode enable_two_batch_overlap enable_eplb
+    speculative_algorithm speculative_num_draft_tokens disable_cuda_graph disable_decode_cuda_graph
+    disable_prefill_cuda_graph cuda_graph_backend_prefill cuda_graph_backend_decode cuda_graph_max_bs_prefill
+    cuda_graph_max_bs_decode cuda_graph_bs_prefill cuda_graph_bs_decode cuda_graph_max_bs cuda_graph_bs
+    disable_piecewise_cuda_graph enable_piecewise_cuda_graph enforce_piecewise_cuda_graph
+    piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens piecewise_cuda_graph_compiler enable_mis
+    language_only encoder_only nnodes dist_init_addr base_gpu_id gpu_id_step
 """
 _VLLM = """
     model tensor_parallel_size pipeline_parallel_size data_parallel_size dtype max_seq_len quantization

@@ -245,9 +245,10 @@ class VllmMemory:
 
 @dataclass(slots=True)
 class RankLog:
-    """One rank of a start, in the order of its stages."""
+    """One rank of a start, in the order of its stages. It said `begun` times that it begins."""
 
     rank: Rank
+    begun: int = 0
     init: InitDistributed | None = None
     baseline: MemoryBaseline | None = None
     weights: list[Weights] = field(default_factory=list)

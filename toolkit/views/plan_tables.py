@@ -14,7 +14,7 @@ from toolkit.forecast.plan_json import backend_reasons
 from toolkit.forecast.plan_ledger import LedgerLine
 from toolkit.forecast.terms import Range
 from toolkit.views.frames import NA, memory_words
-from toolkit.views.tables import count, plain
+from toolkit.views.tables import FirstThatFits, count, plain
 
 _SHOWN_BUCKETS = 10
 
@@ -132,18 +132,25 @@ def _buckets(plan: Plan) -> Table:
     return table
 
 
-def _policies(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+def _policies(plan: Plan) -> RenderableType:
+    return FirstThatFits(_policy_table(plan, stacked=False), _policy_table(plan, stacked=True))
+
+
+def _policy_table(plan: Plan, *, stacked: bool) -> Table:
+    """A row for each policy; where there is less room its runner stands below its name."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=stacked)
     starves = any(one.starved_gib for one in plan.policies.values())
     later = ("later need\nlacks",) if starves or plan.settings.post_capture_need_gib else ()
-    for name in ("policy", "outcome", "runner", "buckets", "free after\nprefill", *later, "KV tokens"):
-        table.add_column(name, no_wrap=name not in ("outcome", "runner"), overflow="fold")
+    runner = () if stacked else ("runner",)
+    for name in ("policy", "outcome", *runner, "buckets", "free after\nprefill", *later, "KV tokens"):
+        table.add_column(name, no_wrap=stacked or name not in ("outcome", "runner"), overflow="fold")
     for name, one in plan.policies.items():
         captured = f"{len(one.captured_buckets)} of {len(plan.buckets)}"
-        after = memory_words(one.free_after_gib)
-        outcome = f"{one.outcome}, uncertain" if one.certain is False else one.outcome
+        outcome = one.outcome + (",\nuncertain" if stacked else ", uncertain") * (one.certain is False)
+        served = one.runner or NA
+        first = (f"{name}\n{served}", outcome) if stacked else (name, outcome, served)
         lacks = (_lacks(one),) if later else ()
-        table.add_row(name, outcome, one.runner or NA, captured, after, *lacks, count(one.kv_cache_tokens))
+        table.add_row(*first, captured, memory_words(one.free_after_gib), *lacks, count(one.kv_cache_tokens))
     return table
 
 

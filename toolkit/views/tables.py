@@ -163,39 +163,42 @@ class _Beside:
 
 def runs_view(records: Sequence[RunRecord]) -> RenderableType:
     """A list of records: a line each, and on a narrow terminal a few, with the names below the id."""
-    return _RunList(records)
+    return FirstThatFits(_run_list(records, stacked=False), _run_list(records, stacked=True))
 
 
-class _RunList:
-    """A table that is laid out by the width it is given."""
+class FirstThatFits:
+    """The first of several layouts whose words are whole in the width it is given, else the last."""
 
-    def __init__(self, records: Sequence[RunRecord]) -> None:
-        self._records = records
+    def __init__(self, *tables: Table) -> None:
+        self._tables = tables
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = self._table(stacked=False)
-        fits = Measurement.get(console, options.update(width=PIPE_WIDTH), wide).maximum <= options.max_width
-        yield wide if fits else self._table(stacked=True)
+        for table in self._tables:
+            width = Measurement.get(console, options.update(width=PIPE_WIDTH), table).maximum
+            if width <= options.max_width or table is self._tables[-1]:
+                yield table
+                return
 
-    def _table(self, *, stacked: bool) -> Table:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("run",) if stacked else ("id", "model", "policy", "backend", "device"):
-            table.add_column(name, overflow="fold")
-        table.add_column("outcome", overflow="fold")
-        for name in ("buckets", "free before", "used", "time"):
-            table.add_column(name, justify="right", overflow="fold")
-        for record in self._records:
-            model, policy, backend = model_name(record), policy_name(record), backend_name(record)
-            names = (record.id, model, policy, backend, record.device_label)
-            below = (record.id, f"{model}, {policy}", backend, record.device_label)
-            figures = (
-                memory_words(record.free_before_gib),
-                memory_words(record.mem_usage_gib),
-                seconds_words(record.capture_time_s),
-            )
-            first = [Text("\n").join(map(plain, below))] if stacked else map(plain, names)
-            table.add_row(*first, *map(plain, (record.outcome, str(len(record.buckets)), *figures)))
-        return table
+
+def _run_list(records: Sequence[RunRecord], *, stacked: bool) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("run",) if stacked else ("id", "model", "policy", "backend", "device"):
+        table.add_column(name, overflow="fold")
+    table.add_column("outcome", overflow="fold")
+    for name in ("buckets", "free before", "used", "time"):
+        table.add_column(name, justify="right", overflow="fold")
+    for record in records:
+        model, policy, backend = model_name(record), policy_name(record), backend_name(record)
+        names = (record.id, model, policy, backend, record.device_label)
+        below = (record.id, f"{model}, {policy}", backend, record.device_label)
+        figures = (
+            memory_words(record.free_before_gib),
+            memory_words(record.mem_usage_gib),
+            seconds_words(record.capture_time_s),
+        )
+        first = [Text("\n").join(map(plain, below))] if stacked else map(plain, names)
+        table.add_row(*first, *map(plain, (record.outcome, str(len(record.buckets)), *figures)))
+    return table
 
 
 def bucket_view(record: RunRecord, *, all_buckets: bool = False) -> Table:
