@@ -121,3 +121,13 @@ def test_of_two_ranks_the_one_that_ended_its_capture_did_not_run_out() -> None:
     ]
     caught = diagnose(text + two(PREFILL_END) + two(DECODE) + of_rank(limits(), "TP0") + READY)
     assert {one.severity for one in caught.findings} == {"info"} and caught.summary.endswith("nothing wrong")
+
+
+def test_what_one_node_of_a_server_caught_is_told_of_the_server() -> None:
+    def node(number: int, words: str) -> str:
+        said = arguments(tp_size=2, nnodes=2) + of_rank(POOLS + prefill_begin() + words + PREFILL_END, f"TP{number}")
+        return "".join(f"[pod/sglang-{number}/main] {each}\n" for each in said.splitlines())
+
+    found = diagnose(node(0, "") + node(1, OOM))
+    assert len(found.startups) == 1
+    assert ("OOM_IN_CAPTURE", "info") in said(found) and not any(severity == "error" for _, severity in said(found))
