@@ -204,6 +204,7 @@ def _error(startup: Startup, event: ev.ErrorLine) -> None:
     capture = _interrupted(startup, event.rank)
     if capture is not None and len(capture.errors) < _MOST_ERRORS and (event.fatal or _in_traceback(startup, event)):
         capture.errors.append(event)
+        startup.running.doubt(capture)
         startup.running.touch(capture)
 
 
@@ -243,7 +244,7 @@ def went_on(startup: Startup, event: ev.Event) -> None:
         own = startup.running.get(event.rank)
         found = [own] if own is not None else []
     else:  # of no rank in particular; whatever was said before the last such line is settled
-        found = startup.running.all() if startup.errors[-1].line > before else []
+        found = startup.running.settle() if startup.errors[-1].line > before else []
     for capture in found:
         if capture.errors and not any(error.fatal for error in capture.errors):
             capture.errors.clear()

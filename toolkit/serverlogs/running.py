@@ -40,6 +40,7 @@ class Running:
 
     def __init__(self) -> None:
         self._of: dict[Rank, Capture] = {}
+        self._doubted: dict[Rank, Capture] = {}
         self._recent: dict[tuple[bool, str], dict[Rank, Capture]] = {}
         self._by_rank: dict[str, list[tuple[tuple[int, int, int, int, str], int, Capture]]] = {}
         self._pushed = 0
@@ -56,9 +57,15 @@ class Running:
         """The capture that `rank` is in, ended by a failure or not."""
         return self._of.get(rank)
 
-    def all(self) -> list[Capture]:
-        """All of them."""
-        return list(self._of.values())
+    def doubt(self, capture: Capture) -> None:
+        """An error was said in `capture`."""
+        self._doubted[capture.rank] = capture
+
+    def settle(self) -> list[Capture]:
+        """Those in which an error was said since this was asked last."""
+        found = [capture for rank, capture in self._doubted.items() if self._of.get(rank) is capture]
+        self._doubted.clear()
+        return found
 
     def add(self, capture: Capture) -> None:
         """The rank of `capture` is in it from now on."""
