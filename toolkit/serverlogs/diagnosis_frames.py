@@ -28,7 +28,7 @@ def captures_frame(diagnosis: Diagnosis) -> pd.DataFrame:
     """One row per capture."""
     names = _names(CaptureReport, "series")
     frame = pd.DataFrame([_row(each, names) for each in diagnosis.captures], columns=names)
-    return _floats(frame)
+    return _typed(frame, CaptureReport)
 
 
 def buckets_frame(diagnosis: Diagnosis) -> pd.DataFrame:
@@ -39,20 +39,20 @@ def buckets_frame(diagnosis: Diagnosis) -> pd.DataFrame:
         for each in diagnosis.captures
         for point in each.series
     ]
-    return _floats(pd.DataFrame(rows, columns=["startup", "rank", "role", "phase", *names]))
+    return _typed(pd.DataFrame(rows, columns=["startup", "rank", "role", "phase", *names]), BucketCost)
 
 
 def ledger_frame(diagnosis: Diagnosis) -> pd.DataFrame:
     """One row per reading of free memory."""
     names = _names(Stage)
     rows = [[each.startup, each.rank, *_row(stage, names)] for each in diagnosis.ledger for stage in each.stages]
-    return _floats(pd.DataFrame(rows, columns=["startup", "rank", *names]))
+    return _typed(pd.DataFrame(rows, columns=["startup", "rank", *names]), Stage)
 
 
 def ranks_frame(diagnosis: Diagnosis) -> pd.DataFrame:
     """One row per start and rank."""
     names = _names(RankLedger, "stages")
-    return _floats(pd.DataFrame([_row(each, names) for each in diagnosis.ledger], columns=names))
+    return _typed(pd.DataFrame([_row(each, names) for each in diagnosis.ledger], columns=names), RankLedger)
 
 
 def prefill_frame(diagnosis: Diagnosis) -> pd.DataFrame:
@@ -89,7 +89,8 @@ def timeline(diagnosis: Diagnosis) -> pd.DataFrame:
     return pd.DataFrame(timed, columns=["startup", "line", "time", "rank", "stage", "capture", "free_gib"])
 
 
-def _floats(frame: pd.DataFrame) -> pd.DataFrame:
-    """A column of figures that are all missing must not turn into one of objects."""
+def _typed(frame: pd.DataFrame, record: type[Any]) -> pd.DataFrame:
+    """A column of figures that are all missing must not turn into objects, nor counts with gaps into fractions."""
     figures = [name for name in frame.columns if name.endswith(("_gib", "_s")) or name == "seconds"]
-    return frame.astype(dict.fromkeys(figures, "float64"))
+    counts = [each.name for each in dataclasses.fields(record) if each.type == "int | None"]
+    return frame.astype(dict.fromkeys(figures, "float64") | dict.fromkeys(counts, "Int64"))

@@ -156,7 +156,7 @@ def _table(frame: pd.DataFrame, index: str, columns: dict[str, str], caption: st
 
 def _cell(column: str, value: object) -> str:
     """Counts have no decimals, and a log prints hundredths of GiB."""
-    if value is None or value != value:
+    if value is None or str(value) in ("nan", "<NA>"):
         return frames.NA
     if column in ("n_buckets", "kv_cache_tokens"):
         return f"{int(float(str(value))):,}"
