@@ -131,7 +131,7 @@ def comparison_view(comparison: PolicyComparison) -> list[RenderableType]:
     parts: list[RenderableType] = [table, *map(plain, lines)]
     for name, record in zip(comparison.names, records, strict=True):
         parts.append(plain(f"{name} ({record.id}): {record.reason}"))
-        parts.extend(plain(f"  {line}") for line in record.advice)
+        parts.extend(plain(f"next ({name}): {line}") for line in record.advice)
     return parts
 
 
