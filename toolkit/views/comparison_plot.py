@@ -41,8 +41,8 @@ def plot_policies(comparison: PolicyComparison) -> Figure:
     title = "Policies compared by execution"
     frame = comparison.frame.head(_MAX_ROWS)
     hidden = len(comparison.records) - len(frame)
-    first = comparison.records[0]
-    who = f"{comparison.provenance} | model {model_name(first)} | backend {backend_name(first)}"
+    models, backends = (dict.fromkeys(map(name, comparison.records)) for name in (model_name, backend_name))
+    who = f"{comparison.provenance} | model {', '.join(models)} | backend {', '.join(backends)}"
     subtitle = who + (f" | {hidden} more runs not shown" if hidden else "")
     with sheet.sheet_style():
         figure, panels = sheet.new_sheet(title, subtitle, 9.0, rows=(1, 1, 1, 1))
@@ -62,10 +62,10 @@ def _draw(axes: Axes, panel: _Panel, values: Sequence[float], eager: Sequence[fl
     for row, value in enumerate(values):
         words = panel.words(value) if value == value else NA
         if panel.column == "prefill_ms" and value == value:
-            words += f" ({eager[row]:.0f} % of prefills eager)"
+            words += f"\n{eager[row]:.0f} % eager"
         axes.text(row, shown[row], words, va="bottom", ha="center", fontsize=sheet.SMALL_PT)
     # Words stand on the bars: they need room there.
-    axes.set_ylim(0, 1.3 * sheet.highest(shown) or 1.0)
+    axes.set_ylim(0, 1.45 * sheet.highest(shown) or 1.0)
     axes.set_ylabel(panel.title)
     axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.locator_params(axis="y", nbins=4)
