@@ -103,4 +103,4 @@ def _kv_last(traces: CaptureTraces, itemsize: int, room_bytes: int, first_tokens
     def tokens(room_gib: float) -> int:
         return tokens_that_fit(rows, round(room_gib * GIB), BACKING_STEP, most)
 
-    return KvLast(first_tokens, gib(first_tokens), planned_gib - gib(first_tokens), tokens, gib)
+    return KvLast.of(planned_gib, first_tokens, tokens, gib)

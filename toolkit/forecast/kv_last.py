@@ -32,6 +32,14 @@ class KvLast:
     tokens: Callable[[float], int]
     gib: Callable[[int], float]
 
+    @classmethod
+    def of(
+        cls, pool_gib: float, first_tokens: int, tokens: Callable[[float], int], gib: Callable[[int], float]
+    ) -> KvLast:
+        """A pool that takes `pool_gib` where it is sized first, with one bucket of `first_tokens` there before."""
+        backed = gib(first_tokens)
+        return cls(first_tokens, backed, pool_gib - backed, tokens, gib)
+
 
 def planned_cell(settings: PlanSettings, model: ModelFacts) -> KvCell:
     """What a token takes in the KV pool of a server, or of the toolkit's own runner, which keeps K and V expanded."""
@@ -52,6 +60,5 @@ def whole_pool(ledger: Ledger, cell: KvCell, buckets: tuple[int, ...]) -> KvLast
     def gib(tokens: int) -> float:
         return tokens * cell.bytes_per_token / GIB
 
-    first = max(buckets, default=0)
-    room = ledger.line("kv_cache").gib - gib(first)
-    return KvLast(first, gib(first), room, lambda room: cell.tokens(room * GIB), gib)
+    pool_gib = ledger.line("kv_cache").gib
+    return KvLast.of(pool_gib, max(buckets, default=0), lambda room: cell.tokens(room * GIB), gib)

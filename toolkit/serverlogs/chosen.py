@@ -17,6 +17,11 @@ def argument(startup: Startup, name: str) -> Value:
     return startup.start.values.get(name) if startup.start else None
 
 
+def positive(value: Value) -> int | None:
+    """A size or count as an argument gives it; None when it is missing, or no whole number over 0."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def explicit_backend(startup: Startup) -> str | None:
     """The prefill backend chosen by hand; None when none was, or when it was chosen to have no graph."""
     asked = argument(startup, "cuda_graph_backend_prefill")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.serverlogs.capture_report import CaptureReport
+from toolkit.serverlogs.chosen import positive
 from toolkit.serverlogs.findings import facts_of
 from toolkit.serverlogs.findings.facts import Facts
 from toolkit.serverlogs.ledger import RankLedger
@@ -54,12 +55,11 @@ def log_choices(
     backend = _backend(facts, capture)
     found: dict[str, Any] = {
         "sglang_version": newest,
-        "tp": _positive(facts.argument("tp_size")) or _ranks(startup, "tp"),
+        "tp": positive(facts.argument("tp_size")) or _ranks(startup, "tp"),
         "mem_fraction": facts.argument("mem_fraction_static"),
         "chunked_prefill_size": facts.chunk,
-        "max_running_requests": _positive(
-            facts.argument("max_running_requests"), *(each.max_running_requests for each in startup.limits[:1])
-        ),
+        "max_running_requests": positive(facts.argument("max_running_requests"))
+        or next((positive(each.max_running_requests) for each in startup.limits[:1]), None),
         "attention_backend": facts.argument("prefill_attention_backend") or facts.argument("attention_backend"),
         "dtype": next((name for name in _DTYPES if name == facts.argument("dtype")), None),
         "kv_dtype": kv,
@@ -69,7 +69,7 @@ def log_choices(
     ladder = server_ladder(startup)
     if ladder is not None:
         found["buckets"] = list(ladder.buckets)
-    stages = _positive(facts.argument("pp_size")) or _ranks(startup, "pp")
+    stages = positive(facts.argument("pp_size")) or _ranks(startup, "pp")
     notes = [
         f"rules of SGLang {newest}: {why}" if why else "",
         f"prefill backend {backend}: as the log shows" if backend else "",
@@ -79,7 +79,7 @@ def log_choices(
     ]
     return LogChoices(
         {key: value for key, value in found.items() if value is not None},
-        _positive(facts.argument("max_total_tokens")),
+        positive(facts.argument("max_total_tokens")),
         facts.explicit_backend is not None,
         not any(_is_set(facts.argument(name)) for name in _OTHER_WEIGHTS),
         tuple(filter(None, notes)),
@@ -116,10 +116,6 @@ def _not_planned(facts: Facts) -> Iterator[str]:
 
 def _is_set(value: object) -> bool:
     return value not in (None, False, 0, 1, "none") or value is True
-
-
-def _positive(*values: Any) -> int | None:
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _ranks(startup: Startup, kind: str) -> int:

@@ -85,11 +85,9 @@ def verdicts(
 def _measured_pool(plan: Plan, pool_gib: float, tokens: int, most_tokens: int | None) -> KvLast:
     """The pool of the log, had it been sized after the capture; `most_tokens` is what it was limited to."""
     token_gib = pool_gib / tokens if tokens else 1.0
-    first = max(plan.buckets, default=0)
-    return KvLast(
-        first_tokens=first,
-        backed_gib=first * token_gib,
-        room_gib=pool_gib - first * token_gib,
+    return KvLast.of(
+        pool_gib,
+        max(plan.buckets, default=0),
         tokens=lambda gib: min(int(gib / token_gib), most_tokens or 1 << 62),
         gib=lambda count: count * token_gib,
     )

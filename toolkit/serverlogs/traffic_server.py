@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from toolkit.errors import PrefillLabError
 from toolkit.ladder import generate_prefill_buckets
 from toolkit.memory.rules import resolve
+from toolkit.serverlogs.chosen import positive
 from toolkit.serverlogs.findings import facts_of
 from toolkit.serverlogs.server_ladder import server_ladder
 from toolkit.serverlogs.startup import ServerLog, Startup
@@ -60,8 +61,7 @@ def _default(startup: Startup, version: str | None) -> tuple[tuple[int, ...] | N
     words = f"chunks of {facts.chunk} tokens, as the log shows them"
     if is_older(startup):
         return tuple(generate_prefill_buckets(facts.chunk)), words
-    most = facts.argument("max_total_tokens")
-    most = most if isinstance(most, int) and most > 0 else None
+    most = positive(facts.argument("max_total_tokens"))
     try:
         found = resolve(version, None, 1, facts.mla, facts.chunk, "breakable", max_total_tokens=most)
     except PrefillLabError:

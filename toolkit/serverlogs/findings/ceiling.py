@@ -11,6 +11,7 @@ from toolkit.memory.release import get_release
 from toolkit.memory.rules import resolve_server
 from toolkit.memory.server import ServerFacts
 from toolkit.serverlogs.capture_report import CaptureReport
+from toolkit.serverlogs.chosen import positive
 from toolkit.serverlogs.findings.facts import Facts
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.versions import VERSIONS, possible_versions
@@ -92,21 +93,16 @@ def _server(facts: Facts, report: CaptureReport, chunk: int) -> ServerFacts:
     a2a, path = facts.argument("moe_a2a_backend"), facts.argument("model_path")
     return ServerFacts(
         gpu_mem_mib=None,
-        pp=_whole(facts, "pp_size") or max(stages, default=0) + 1,
+        pp=positive(facts.argument("pp_size")) or max(stages, default=0) + 1,
         mla=facts.mla,
         architecture=next((each for each in types if each), None),
         prefill_backend=Backend(report.backend) if report.backend in list(Backend) else None,
         chunked_prefill_size=chunk,
-        max_total_tokens=_whole(facts, "max_total_tokens"),
-        context_length=_whole(facts, "context_length"),
+        max_total_tokens=positive(facts.argument("max_total_tokens")),
+        context_length=positive(facts.argument("context_length")),
         model_path=path if isinstance(path, str) else "",
         moe_a2a=a2a if isinstance(a2a, str) else "none",
     )
-
-
-def _whole(facts: Facts, name: str) -> int | None:
-    value = facts.argument(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _largest(version: str, server: ServerFacts) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.serverlogs.findings.facts import Facts, labels, listed, of_ranks
-from toolkit.serverlogs.findings.failed import stops_in_traceback
+from toolkit.serverlogs.findings.failed import is_down, stops_in_traceback
 from toolkit.serverlogs.findings.finding import Finding
 from toolkit.serverlogs.startup import Capture, Startup
 
@@ -139,6 +139,5 @@ def _incomplete(message: str, line: int) -> Finding:
 def _has_failed(startup: Startup) -> bool:
     """Whether it is known to have failed. A lone exception at the end of a log may have been caught."""
     failed = bool(startup.ooms or startup.failures) or any(error.fatal for error in startup.errors)
-    down = not (startup.ready or startup.limits) and any(head > startup.alive_line for head in startup.tracebacks[-1:])
-    ended = down and startup.interrupted is None
+    ended = is_down(startup) and startup.interrupted is None
     return failed or ended or any(each.outcome in ("oom", "failed") and not each.survived for each in startup.captures)

@@ -71,8 +71,8 @@ class Facts:
         """chunked_prefill_size: of the line of limits, else of the arguments; None when unknown, off or no size."""
         printed = [each.chunked_prefill_size for each in self.startup.limits if each.chunked_prefill_size is not None]
         value: Value = printed[0] if printed else self.argument("chunked_prefill_size")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return value if isinstance(value, int) and whole and 0 < value <= MAX_BUCKET_TOKENS else None
+        chunk = chosen.positive(value)
+        return chunk if chunk is not None and chunk <= MAX_BUCKET_TOKENS else None
 
     def ledger_of(self, rank: str) -> RankLedger | None:
         """The memory of one rank."""

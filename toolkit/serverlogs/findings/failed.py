@@ -200,7 +200,7 @@ def server_failed(facts: Facts) -> Iterator[Finding]:
     when = "outside of any capture"
     if failed:
         when = f"while the {failed[0].role} {failed[0].phase} graph was captured{of_ranks(ranks)}"
-    sure = bool(ends) or (not _is_up(startup) and _traceback_at_the_end(startup))
+    sure = bool(ends) or (is_down(startup))
     perhaps = f"The log's last word is an exception ({words}); whether the server ended with it, the log does not say."
     yield Finding(
         "SERVER_FAILED",
@@ -235,12 +235,10 @@ def ends_in_error(startup: Startup) -> bool:
     return bool(startup.ooms or startup.failures) or went_wrong(startup) or stops_in_traceback(startup)
 
 
-def _is_up(startup: Startup) -> bool:
-    return startup.ready is not None or bool(startup.limits)
-
-
-def _traceback_at_the_end(startup: Startup) -> bool:
-    return any(head > startup.alive_line for head in startup.tracebacks[-1:])
+def is_down(startup: Startup) -> bool:
+    """Whether a start that was not up yet has a traceback which nothing followed."""
+    up = startup.ready is not None or bool(startup.limits)
+    return not up and any(head > startup.alive_line for head in startup.tracebacks[-1:])
 
 
 def _cause(startup: Startup, end: ErrorLine | CaptureFailed) -> ErrorLine | CaptureFailed:
